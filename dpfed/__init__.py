@@ -1,0 +1,59 @@
+"""dpfed: federated learning with a privacy guarantee for every single record.
+
+>>> import torch, tempfile
+>>> x, y = torch.randn(60, 4), torch.arange(60) % 3
+>>> recipe = Recipe(
+...     task=Task(torch.nn.Linear(4, 3), iid((x, y), num_clients=6)),
+...     algorithm=FedAdamW(lr=0.01),
+...     mechanism=Gaussian(epsilon=8.0, batch_size=10),
+...     rounds=2, local_steps=2, cohort=3,
+... )
+>>> with tempfile.TemporaryDirectory() as folder:
+...     record = run(recipe, folder + "/mine")
+>>> 0 < record.ledger.epsilon(1e-5) <= 8
+True
+"""
+
+from dpfed.algorithms import FedAdamW, FedAvg, LocalAdamW
+from dpfed.data import Federation, by_user, dirichlet, from_clients, iid, shards
+from dpfed.engines.simulation import Simulation
+from dpfed.errors import InputError
+from dpfed.flat import FlatModel, Layout
+from dpfed.ledger import Event, Ledger, Receipt, calibrate, epsilon
+from dpfed.privacy import Gaussian, Plain
+from dpfed.recipe import Recipe
+from dpfed.record import RunRecord
+from dpfed.report import figure, table_text
+from dpfed.rounds import run
+from dpfed.tasks import FashionMini, Task
+
+__all__ = [
+    "Event",
+    "FashionMini",
+    "FedAdamW",
+    "FedAvg",
+    "Federation",
+    "FlatModel",
+    "Gaussian",
+    "InputError",
+    "Layout",
+    "Ledger",
+    "LocalAdamW",
+    "Plain",
+    "Receipt",
+    "Recipe",
+    "RunRecord",
+    "Simulation",
+    "Task",
+    "by_user",
+    "calibrate",
+    "dirichlet",
+    "epsilon",
+    "figure",
+    "from_clients",
+    "iid",
+    "run",
+    "shards",
+    "table_text",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,319 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from dpfed.errors import InputError
+
+HELP = """\
+[bold]dpfed[/bold]: federated learning with a privacy guarantee for every single record
+
+  [cyan]dpfed run quickstart[/cyan]                            compare three private methods on real data, in about a minute
+  [cyan]dpfed run quickstart --rounds 5[/cyan]                 any field of the recipe can be changed; try [cyan]--help[/cyan] behind it
+  [cyan]dpfed run fashion/DP-FedAdamW --algorithm.gamma 0.25 --mechanism.epsilon 3 --engine.device cuda[/cyan]
+  [cyan]dpfed resume RUN[/cyan]                                go on where a run was stopped or killed
+  [cyan]dpfed report RUN [RUN ...][/cyan]                      the table, the figure and the privacy statement of finished runs
+  [cyan]dpfed ledger RUN[/cyan]                                what the run has cost every client, and what that means
+  [cyan]dpfed calibrate --epsilon 3 --num-examples 1000 --batch-size 16 --steps 2000[/cyan]     the noise that a budget needs
+  [cyan]dpfed list[/cyan]                                      the recipes, tasks, algorithms and mechanisms
+
+Every run is a folder under runs/ that holds the recipe, the rows, the ledger and the weights.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Errors that people can act on end with exit code 2, Ctrl-C with 130 and a run that can be resumed."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    commands = {
+        "run": _run,
+        "resume": _resume,
+        "report": _report,
+        "ledger": _ledger,
+        "calibrate": _calibrate,
+        "list": _list,
+    }
+    if not words or words[0] in ("-h", "--help", "help"):
+        Console(highlight=False).print(HELP)
+        return
+    try:
+        if words[0] not in commands:
+            raise InputError(f"command: there is no '{words[0]}'. Use one of: {', '.join(commands)}.")
+        commands[words[0]](words[1:])
+    except InputError as error:
+        Console(stderr=True, highlight=False).print(Panel(str(error), title="dpfed cannot do this", border_style="red"))
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        Console(stderr=True).print(
+            "\nStopped. Nothing is lost: [cyan]dpfed resume[/cyan] goes on from the last checkpoint."
+        )
+        raise SystemExit(130) from None
+
+
+def _run(words: list[str]) -> None:
+    from dpfed import catalogue
+    from dpfed.rounds import begin, free_folder
+
+    if not words or words[0].startswith("-"):
+        Console(highlight=False).print(
+            "usage: [cyan]dpfed run RECIPE [--out FOLDER] [--FIELD VALUE ...][/cyan]\n\n"
+            "RECIPE is [cyan]quickstart[/cyan] or [cyan]TASK/METHOD[/cyan], for example [cyan]fashion/DP-FedAdamW[/cyan]; "
+            "[cyan]dpfed list[/cyan] shows all.\n[cyan]dpfed run RECIPE --help[/cyan] shows every field, its meaning and value."
+        )
+        return
+    name, *words = words
+    out, words = _option(words, "--out")
+    recipes = override(catalogue.recipes(name), words, f"dpfed run {name}")
+    folder = Path(out) if out else free_folder(name.replace("/", "-"))
+    paths = [folder / recipe.name if len(recipes) > 1 else folder for recipe in recipes]
+    _train([begin(recipe, path) for recipe, path in zip(recipes, paths, strict=True)], folder)
+
+
+def _resume(words: list[str]) -> None:
+    from dpfed.recipe import from_json
+    from dpfed.rounds import begin
+
+    def resume(run: Annotated[Path, tyro.conf.Positional]) -> Path:
+        """Go on with a run that was stopped or killed.
+
+        Args:
+            run: the folder of the run, or one that holds several.
+        """
+        return run
+
+    folder = tyro.cli(resume, args=words, prog="dpfed resume")
+    started: list[tuple[Any, Any]] = []
+    for record in _records([folder]):
+        plain = {key: value for key, value in record.recipe.items() if key not in ("name", "sigma", "fingerprint")}
+        started.append((record, iter(())) if record.finished else begin(from_json(plain), record.path, resume=True))
+    _train(started, folder)
+
+
+def _report(words: list[str]) -> None:
+    def report(runs: Annotated[tuple[Path, ...], tyro.conf.Positional], figure: Path | None = None) -> None:
+        """The table, the figure and the privacy statement of runs.
+
+        Args:
+            runs: folders of runs, or folders that hold several.
+            figure: where to write the figure (.png, .svg or .pdf); by default figure.png in the first folder.
+        """
+        if not runs:
+            raise InputError("runs: name at least one folder of a run.")
+        _show(_records(runs), figure or runs[0] / "figure.png")
+
+    tyro.cli(report, args=words, prog="dpfed report")
+
+
+def _ledger(words: list[str]) -> None:
+    def ledger(run: Annotated[Path, tyro.conf.Positional], delta: float | None = None) -> None:
+        """What a run has cost every client, and what that means.
+
+        Args:
+            run: the folder of the run, or one that holds several.
+            delta: the probability with which epsilon may fail; by default the run's own.
+        """
+        from rich.table import Table
+
+        console = Console(highlight=False)
+        for record in _records([run]):
+            at = record.delta if delta is None else delta
+            table = Table(title=f"{record.recipe['name']}  ({record.path})", title_justify="left")
+            for column in ("client", "records", "rounds", "releases", "sigma", f"epsilon at delta {at:g}"):
+                table.add_column(column, justify="right")
+            rounds: dict[int, set[int]] = {}
+            for receipt in record.ledger.receipts():
+                rounds.setdefault(receipt.client, set()).add(receipt.t)
+            for client, epsilon in sorted(record.ledger.epsilons(at).items()):
+                events = record.ledger.events(client)
+                sizes, sigmas = {e.num_examples for e in events}, {f"{e.sigma:.4g}" for e in events}
+                number = str(sum(events.values()))
+                texts = (
+                    ", ".join(map(str, sorted(sizes))),
+                    str(len(rounds[client])),
+                    number,
+                    ", ".join(sorted(sigmas)),
+                )
+                table.add_row(str(client), *texts, f"{epsilon:.4f}")
+            console.print(table)
+            console.print(record.ledger.statement(at))
+
+    tyro.cli(ledger, args=words, prog="dpfed ledger")
+
+
+def _calibrate(words: list[str]) -> None:
+    from collections import Counter
+
+    from dpfed.data import Sampling
+    from dpfed.ledger import Event, calibrate, epsilon
+
+    def find(
+        num_examples: int,
+        steps: int,
+        batch_size: int = 64,
+        epsilon_: Annotated[float, tyro.conf.arg(name="epsilon")] = 3.0,
+        delta: float = 1e-5,
+        sampling: Sampling = "poisson",
+    ) -> None:
+        """The smallest noise multiplier sigma that keeps one client within its budget.
+
+        Args:
+            num_examples: records of the client (take the smallest client).
+            steps: noisy gradients it will release: rounds it takes part in, times local steps.
+            batch_size: expected batch size.
+            epsilon_: the budget.
+            delta: the probability with which epsilon may fail.
+            sampling: poisson (neighbours add or remove a record) or fixed (neighbours replace one; costs much more).
+        """
+        sigma = calibrate(epsilon_, delta, [Counter({Event(sampling, batch_size, num_examples, 1.0): steps})])
+        cost = epsilon({Event(sampling, batch_size, num_examples, sigma): steps}, delta)
+        Console(highlight=False).print(
+            f"sigma = [bold]{sigma:.4f}[/bold]   ({steps} steps of {batch_size} out of {num_examples} records, {sampling} "
+            f"sampling: epsilon = {cost:.4f} at delta = {delta:g})"
+        )
+
+    tyro.cli(find, args=words, prog="dpfed calibrate")
+
+
+def _list(words: list[str]) -> None:
+    from dpfed import algorithms, catalogue
+    from dpfed.privacy import Gaussian, Plain
+
+    def show() -> None:
+        """The recipes, tasks, algorithms and mechanisms."""
+        console = Console(highlight=False)
+        console.print("[bold]Recipes[/bold]  (dpfed run RECIPE)")
+        console.print(f"  [cyan]quickstart[/cyan]  {catalogue.quickstart.__doc__}")
+        for task in catalogue.TASKS:
+            console.print(f"  [cyan]{task}/METHOD[/cyan]  with METHOD one of {', '.join(catalogue.methods())}")
+        console.print("[bold]Tasks[/bold]")
+        for name, kind in catalogue.TASKS.items():
+            console.print(f"  [cyan]{name}[/cyan]  {_summary(sys.modules[kind.__module__])}")
+        console.print("[bold]Algorithms[/bold]")
+        for name in algorithms.__all__:
+            module = sys.modules[getattr(algorithms, name).__module__]
+            console.print(f"  [cyan]{name}[/cyan]  {_summary(module)}")
+        console.print("[bold]Mechanisms[/bold]")
+        for kind in (Gaussian, Plain):
+            console.print(f"  [cyan]{kind.__name__}[/cyan]  {_summary(kind)}")
+
+    tyro.cli(show, args=words, prog="dpfed list")
+
+
+def _summary(thing: Any) -> str:
+    """The first paragraph of a docstring."""
+    return " ".join((thing.__doc__ or "").strip().split("\n\n")[0].split())
+
+
+def override(recipes: list[Any], words: list[str], prog: str) -> list[Any]:
+    """The recipes with fields changed from the command line. A field that only some of the recipes have is changed in those."""
+    changed: list[Any] = []
+    unknown: list[list[str]] = []
+    for recipe in recipes:
+        kind = _concrete(recipe)
+        options, rest = tyro.cli(
+            kind, default=_converted(recipe, kind), args=words, prog=prog, return_unknown_args=True
+        )
+        changed.append(_converted(options, type(recipe)))
+        unknown.append(rest)
+    for word in words:
+        if all(word in rest for rest in unknown):
+            raise InputError(f"{word}: no such field in this recipe. `{prog} --help` shows all of them.")
+    return changed
+
+
+def _concrete(value: Any) -> type[Any]:
+    """A dataclass like the value's own, whose fields have the types that their values have: what a command line can show."""
+    hints = typing.get_type_hints(type(value))
+    fields: list[tuple[str, Any]] = []
+    for field in dataclasses.fields(value):
+        inner = getattr(value, field.name)
+        fields.append((field.name, type(inner) if dataclasses.is_dataclass(inner) else hints[field.name]))
+    made = dataclasses.make_dataclass(type(value).__name__, fields, frozen=True)
+    made.__doc__ = type(value).__doc__
+    return made
+
+
+def _converted(value: Any, kind: type[Any]) -> Any:
+    return kind(**{field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+
+
+def _option(words: list[str], name: str) -> tuple[str | None, list[str]]:
+    """Take one ``--name value`` out of the words."""
+    words = [piece for word in words for piece in (word.split("=", 1) if word.startswith(f"{name}=") else [word])]
+    if name not in words:
+        return None, words
+    at = words.index(name)
+    if at + 1 == len(words):
+        raise InputError(f"{name}: needs a value.")
+    return words[at + 1], words[:at] + words[at + 2 :]
+
+
+def _records(folders: Sequence[Path]) -> list[Any]:
+    """The runs in the folders, each of which is a run or holds runs."""
+    from dpfed.record import RunRecord
+
+    found: list[Any] = []
+    for folder in folders:
+        inside = sorted(path.parent for path in folder.glob("*/ledger.jsonl")) if folder.is_dir() else []
+        found += [RunRecord.open(path) for path in inside] or [RunRecord.open(folder)]
+    return found
+
+
+def _train(started: list[tuple[Any, Any]], folder: Path) -> None:
+    """Draw the rows of the runs, one run after the other, and show how it goes."""
+    columns = (
+        TextColumn("{task.description:>14}"),
+        BarColumn(None),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[now]}"),
+    )
+    console = Console(highlight=False)
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        bars = [
+            progress.add_task(
+                record.recipe["name"], total=record.recipe["rounds"], completed=len(record.rows), now="waiting"
+            )
+            for record, _ in started
+        ]
+        for (record, rows), bar in zip(started, bars, strict=True):
+            progress.reset(bar, total=record.recipe["rounds"], completed=len(record.rows))
+            for row in rows:
+                said = {"accuracy": "accuracy {:.1%}", "loss": "loss {:.3f}", "epsilon": "epsilon {:.2f}"}
+                now = "  ".join(text.format(row[name]) for name, text in said.items() if name in row)
+                progress.update(bar, completed=row["t"] + 1, **({"now": now} if now else {}))
+                every = max(1, record.recipe["rounds"] // 5)
+                if not console.is_terminal and now and (row["t"] + 1) % every == 0:
+                    console.print(f"{record.recipe['name']:>14}  round {row['t'] + 1}/{record.recipe['rounds']}  {now}")
+            progress.update(bar, now="done" if not record.rows else progress.tasks[bar].fields["now"])
+    _show([record for record, _ in started], folder / "figure.png")
+
+
+def _show(records: list[Any], figure_path: Path) -> None:
+    from dpfed.report import figure, table
+
+    console = Console(highlight=False)
+    console.print()
+    console.print(table(records))
+    figure(records, figure_path)
+    statements: dict[str, list[str]] = {}
+    for record in records:
+        statements.setdefault(record.statement(), []).append(record.recipe["name"])
+    for statement, names in statements.items():
+        console.print(Panel(statement, title=f"Privacy: {', '.join(names)}", title_align="left", border_style="green"))
+    console.print(f"Figure   {figure_path}")
+    for record in records:
+        console.print(f"Record   {record.path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Where clients train. An engine has one method: ``train(t, s, cohort) -> (mean upload, receipts)``."""

@@ -1,0 +1,193 @@
+"""The simulation: a cohort of clients as one matrix on one device."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from dpfed import data
+from dpfed.algorithm import Algorithm, Round, Tree, client_round, leaves, rows, tree_map, weighted_sum
+from dpfed.data import Federation
+from dpfed.errors import InputError
+from dpfed.flat import FlatModel
+from dpfed.ledger import Event, Receipt
+from dpfed.privacy import Mechanism, Part, PrivateGradient, events, expected_size
+
+
+class Job(NamedTuple):
+    """All that clients need to know of a run besides the server's state."""
+
+    model: FlatModel
+    federation: Federation
+    algorithm: Algorithm
+    mechanism: Mechanism
+    seed: int
+    weighting: Literal["uniform", "examples"] = "uniform"
+
+
+class Engine(Protocol):
+    """Trains a cohort. ``memory`` is what stays on the clients between rounds."""
+
+    memory: dict[int, Tree]
+
+    def train(self, t: Round, s: Tree, cohort: list[int]) -> tuple[Tree, list[Receipt]]: ...
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """``device``: "auto" takes a GPU where there is one. ``memory_gib``: for the gradients in flight; by default half of the
+    GPU's free memory, or a size that keeps a CPU's caches warm. Neither changes what is computed."""
+
+    device: str = "auto"
+    memory_gib: float | None = None
+
+    def open(self, job: Job) -> SimulationEngine:
+        return SimulationEngine(job, self.torch_device(), self.memory_gib)
+
+    def torch_device(self) -> torch.device:
+        name = self.device if self.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            device = torch.device(name)
+        except RuntimeError as error:
+            raise InputError(f"engine.device: {name!r} is not a device. Use auto, cpu, cuda or cuda:1.") from error
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise InputError(
+                f"engine.device: {name!r} was asked for, but torch finds no GPU here. Use --engine.device cpu."
+            )
+        return device
+
+
+class SimulationEngine:
+    def __init__(self, job: Job, device: torch.device, memory_gib: float | None = None) -> None:
+        self.job = job._replace(model=job.model.to(device), federation=job.federation.to(device))
+        self.device, self.memory_gib, self.memory = device, memory_gib, dict[int, Tree]()
+
+    def train(self, t: Round, s: Tree, cohort: list[int]) -> tuple[Tree, list[Receipt]]:
+        """The weighted mean of the cohort's uploads, summed in client order, and the receipts of what it cost."""
+        clients_at_once, records_at_once = self._chunks()
+        weights = client_weights(self.job, cohort)
+        total, receipts = None, list[Receipt]()
+        for start in range(0, len(cohort), clients_at_once):
+            clients = cohort[start : start + clients_at_once]
+            uploads, memory, spent = train_clients(self.job, t, s, clients, self.memory, records_at_once)
+            total = weighted_sum(zip(weights[start:], uploads, strict=False), total)
+            self.memory.update(memory)
+            receipts += spent
+        return total, receipts
+
+    def _chunks(self) -> tuple[int, int]:
+        """How many clients, and how many records of each, are in flight at once: from the memory that per-record gradients take."""
+        if self.memory_gib is not None:
+            budget = self.memory_gib * 2**30
+        elif self.device.type == "cuda":
+            budget = torch.cuda.mem_get_info(self.device)[0] / 2
+        else:
+            budget = 2**25
+        batch = chunk_width(self.job.mechanism.batch_size)
+        gradients = max(1, int(budget / (3 * self.job.model.num_parameters * 4)))
+        return max(1, gradients // batch), min(batch, gradients)
+
+
+def client_weights(job: Job, cohort: list[int]) -> list[float]:
+    """Public weights of a cohort's uploads; they sum to one."""
+    sizes = [job.federation.sizes[i] if job.weighting == "examples" else 1 for i in cohort]
+    return [size / sum(sizes) for size in sizes]
+
+
+def train_clients(
+    job: Job, t: Round, s: Tree, clients: list[int], memory: dict[int, Tree], records_at_once: int | None = None
+) -> tuple[list[Tree], dict[int, Tree], list[Receipt]]:
+    """One round of some clients, as a matrix with a row each. A row does not depend on which others are there."""
+    device = s.theta.device
+    num_examples = [job.federation.sizes[i] for i in clients]
+    sizes = torch.tensor([[expected_size(job.mechanism, n)] for n in num_examples], device=device, dtype=s.theta.dtype)
+    gradients: list[PrivateGradient] = []
+
+    def gradient(k: int) -> PrivateGradient:
+        def batch(draw: int) -> list[Part]:
+            return _batch(job, clients, t.index, k, draw, records_at_once)
+
+        def noise(draw: int, query: int) -> Tensor:
+            keys = [(t.index, i, k, draw, query) for i in clients]
+            draws = [data.generator(job.seed, "noise", *numbers, device=device) for numbers in keys]
+            return torch.stack(
+                [torch.randn(s.theta.shape, generator=g, dtype=s.theta.dtype, device=device) for g in draws]
+            )
+
+        gradients.append(PrivateGradient(job.model.loss, batch, noise, sizes, job.mechanism))
+        return gradients[-1]
+
+    uploads, new_memory = client_round(job.algorithm, s, _stack(clients, memory), gradient, t)
+    receipts = [Receipt(i, t.index, Counter[Event]()) for i in clients]
+    for receipt, n in zip(receipts, num_examples, strict=True):
+        for step in gradients:
+            receipt.events.update(events(job.mechanism, n, step.queries))
+    kept = {} if new_memory is None else dict(zip(clients, rows(new_memory, len(clients)), strict=True))
+    return rows(uploads, len(clients)), kept, receipts
+
+
+def chunk_width(batch_size: int) -> int:
+    """Columns of the first chunk of a batch: the expected size, rounded up."""
+    return 4 * math.ceil(batch_size / 4)
+
+
+def _batch(job: Job, clients: list[int], t: int, k: int, draw: int, records_at_once: int | None) -> list[Part]:
+    """The clients' batches as padded, masked chunks of fixed widths. What a Poisson batch has beyond the expected size runs in
+    small further chunks of only those clients that have it; nothing is ever cut off."""
+    mechanism, federation = job.mechanism, job.federation
+    drawn = [
+        data.batch(
+            job.seed,
+            t,
+            i,
+            k,
+            num_examples=len(own),
+            batch_size=mechanism.batch_size,
+            sampling=mechanism.sampling,
+            draw=draw,
+        )
+        for i, own in ((i, federation.clients[i]) for i in clients)
+    ]
+    width = chunk_width(mechanism.batch_size)
+    further = 4 * math.ceil(math.sqrt(mechanism.batch_size) / 2)
+    most = max(len(chosen) for chosen in drawn)
+    num_columns = width + further * max(0, math.ceil((most - width) / further))
+    index = torch.zeros(len(clients), num_columns, dtype=torch.long)
+    mask = torch.zeros(len(clients), num_columns, dtype=torch.bool)
+    for row, (i, chosen) in enumerate(zip(clients, drawn, strict=True)):
+        index[row] = federation.clients[i][0]
+        index[row, : len(chosen)] = federation.clients[i][chosen]
+        mask[row, : len(chosen)] = True
+    parts: list[Part] = []
+    device = federation.records["y"].device
+    start = 0
+    while start < num_columns:
+        end = min(start + (width if start == 0 else further), num_columns)
+        for low in range(start, end, records_at_once or end):
+            columns = slice(low, min(low + (records_at_once or end), end))
+            some = None if start == 0 else mask[:, start].nonzero().squeeze(1)
+            here, valid = (index, mask) if some is None else (index[some], mask[some])
+            chosen = here[:, columns].to(device)
+            examples = {name: column[chosen] for name, column in federation.records.items()}
+            parts.append(Part(examples, valid[:, columns].to(device), None if some is None else some.to(device)))
+        start = end
+    return parts
+
+
+def _stack(clients: list[int], memory: dict[int, Tree]) -> Tree:
+    """The clients' memories as a matrix; zeros for a client that has none yet; None if none has any."""
+    known = [memory[i] for i in clients if i in memory]
+    if not known:
+        return None
+    blank = tree_map(torch.zeros_like, known[0])
+    return tree_map(lambda *vectors: torch.stack(vectors), *(memory.get(i, blank) for i in clients))
+
+
+def memory_tensors(memory: dict[int, Tree]) -> dict[str, Tensor]:
+    """The clients' memories as named tensors, for a checkpoint."""
+    return {f"memory.{i}.{name}": vector for i, tree in memory.items() for name, vector in leaves(tree)}

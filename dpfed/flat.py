@@ -1,0 +1,290 @@
+"""A model as a function of one vector.
+
+All trainable parameters are one vector ``theta`` of length ``d``; a public ``Layout`` says which coordinates are which
+tensor. Clipping, noise, moments, aggregation, transport and checkpoints are then single vector operations, and a cohort of
+S clients is a matrix ``[S, d]``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from dpfed.errors import InputError
+
+Records = dict[str, Tensor]
+"""Records as columns: one tensor per input, first axis = record; the column ``y`` is the target."""
+
+BlockRule = Literal["paper", "tensor", "neuron", "none"]
+Criterion = Callable[[Tensor, Tensor], Tensor]
+
+
+class Part(NamedTuple):
+    """One parameter tensor inside ``theta``. ``head_rows`` > 0: its rows are attention heads of that many rows each."""
+
+    name: str
+    shape: tuple[int, ...]
+    group: str
+    head_rows: int = 0
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+class Blocks(NamedTuple):
+    """A partition of the coordinates into contiguous blocks: ``runs`` of ``(how many, how long)``.
+
+    >>> blocks = Blocks(((2, 2), (1, 3)))
+    >>> blocks.mean(torch.tensor([1.0, 3.0, 5.0, 7.0, 0.0, 1.0, 2.0]))
+    tensor([2., 6., 1.])
+    >>> blocks.spread(torch.tensor([2.0, 6.0, 1.0]))
+    tensor([2., 2., 6., 6., 1., 1., 1.])
+    """
+
+    runs: tuple[tuple[int, int], ...]
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(count for count, _ in self.runs)
+
+    def mean(self, x: Tensor) -> Tensor:
+        """``[..., d] -> [..., num_blocks]``"""
+        pieces = x.split([count * length for count, length in self.runs], dim=-1)
+        return torch.cat([p.unflatten(-1, run).mean(-1) for p, run in zip(pieces, self.runs, strict=True)], dim=-1)
+
+    def spread(self, per_block: Tensor) -> Tensor:
+        """``[..., num_blocks] -> [..., d]``: every coordinate gets the value of its block."""
+        pieces = per_block.split([count for count, _ in self.runs], dim=-1)
+        wide = [p.unsqueeze(-1).expand(*p.shape, n).flatten(-2) for p, (_, n) in zip(pieces, self.runs, strict=True)]
+        return torch.cat(wide, dim=-1)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The public map of ``theta``: which coordinates are which tensor, group and block."""
+
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Layout:
+        """The trainable parameters of a module, LoRA's A and B gathered behind the others so that groups are contiguous."""
+        parts = [
+            Part(name, tuple(p.shape), _group(name), _head_rows(module, name))
+            for name, p in module.named_parameters()
+            if p.requires_grad
+        ]
+        return cls(tuple(sorted(parts, key=lambda part: ("weights", "lora_A", "lora_B").index(part.group))))
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        return [part.size for part in self.parts]
+
+    @cached_property
+    def num_coordinates(self) -> int:
+        return sum(self.sizes)
+
+    def views(self, theta: Tensor) -> dict[str, Tensor]:
+        """The tensors inside ``theta``, by name, without a copy. Works on ``[d]`` and on ``[S, d]``."""
+        pieces = theta.split(self.sizes, dim=-1)
+        return {part.name: p.reshape(*p.shape[:-1], *part.shape) for part, p in zip(self.parts, pieces, strict=True)}
+
+    def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The inverse of ``views`` for single tensors."""
+        return torch.cat([tensors[part.name].reshape(-1) for part in self.parts])
+
+    def group(self, name: str) -> slice:
+        """Where a group (``weights``, ``lora_A``, ``lora_B``) lies in ``theta``."""
+        starts = [0]
+        for size in self.sizes:
+            starts.append(starts[-1] + size)
+        inside = [i for i, part in enumerate(self.parts) if part.group == name]
+        return slice(starts[inside[0]], starts[inside[-1] + 1]) if inside else slice(0, 0)
+
+    def blocks(self, rule: BlockRule = "paper") -> Blocks:
+        """The blocks that share a second moment.
+
+        ``paper``: attention by head, LoRA's A by tensor, every other module one block (weight and bias together).
+        ``tensor``: one block a tensor. ``neuron``: one block a row. ``none``: every coordinate its own.
+        """
+        return _blocks(self.parts, rule)
+
+
+@lru_cache(maxsize=64)
+def _blocks(parts: tuple[Part, ...], rule: BlockRule) -> Blocks:
+    if rule == "none":
+        return Blocks(((sum(p.size for p in parts), 1),))
+    if rule == "tensor":
+        return _merge((1, part.size) for part in parts)
+    if rule == "neuron":
+        return _merge((p.shape[0], p.size // p.shape[0]) if len(p.shape) > 1 else (1, p.size) for p in parts)
+    runs: list[tuple[int, int]] = []
+    open_module = None
+    for part in parts:
+        module = part.name.rpartition(".")[0]
+        if part.head_rows:
+            count = part.shape[0] // part.head_rows
+            runs.append((count, part.size // count))
+        elif module == open_module:
+            runs[-1] = (1, runs[-1][1] + part.size)
+        else:
+            runs.append((1, part.size))
+        open_module = None if part.head_rows else module
+    return _merge(runs)
+
+
+def _merge(runs: Iterable[tuple[int, int]]) -> Blocks:
+    """Neighbouring runs of equally long blocks become one run: fewer, larger operations."""
+    merged: list[tuple[int, int]] = []
+    for count, length in runs:
+        if merged and merged[-1][1] == length:
+            merged[-1] = (merged[-1][0] + count, length)
+        else:
+            merged.append((count, length))
+    return Blocks(tuple(merged))
+
+
+def _group(name: str) -> str:
+    return "lora_A" if "lora_A" in name else "lora_B" if "lora_B" in name else "weights"
+
+
+_ATTENTION_INPUTS = ("qkv", "in_proj", "query", "key", "value", "q_proj", "k_proj", "v_proj", "q_lin", "k_lin", "v_lin")
+
+
+def _head_rows(module: nn.Module, name: str) -> int:
+    """Rows of one attention head in this tensor, or 0. The attention module above the tensor says how many heads it has."""
+    pieces = name.split(".")
+    where = next((i for i, piece in enumerate(pieces) if piece.startswith(_ATTENTION_INPUTS)), None)
+    if where is None or "lora_A" in name:
+        return 0
+    attention = module.get_submodule(".".join(pieces[:where]))
+    shape = module.get_parameter(name).shape
+    rows = getattr(attention, "head_dim", None) or getattr(attention, "attention_head_size", None)
+    if not isinstance(rows, int):
+        heads = getattr(attention, "num_heads", None) or getattr(attention, "num_attention_heads", None)
+        width = shape[0] // 3 if pieces[where].startswith(("qkv", "in_proj")) else shape[0]
+        rows = width // heads if isinstance(heads, int) and width % heads == 0 else 0
+    return rows if rows and shape[0] % rows == 0 else 0
+
+
+def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
+    """Of a batch of logits, or of a Hugging Face output that has ``.logits``."""
+    return nn.functional.cross_entropy(getattr(output, "logits", output), target)
+
+
+class FlatModel:
+    """A module as a function of ``theta``. The module itself is never written to.
+
+    ``criterion(output, target)`` gives the loss of a batch; it is always called with a batch of one record, so no record's
+    loss can depend on another record.
+    """
+
+    def __init__(self, module: nn.Module, criterion: Criterion = cross_entropy) -> None:
+        _refuse_unsafe(module)
+        self.module = module.eval()
+        self.criterion = criterion
+        self.layout = Layout.of(module)
+        if not self.layout.parts:
+            raise InputError("model: no parameter has requires_grad=True, so there is nothing to train. Unfreeze some.")
+
+    @property
+    def num_parameters(self) -> int:
+        return self.layout.num_coordinates
+
+    def to(self, device: torch.device | str) -> FlatModel:
+        self.module.to(device)
+        return self
+
+    def theta0(self) -> Tensor:
+        """The starting point: a copy of the module's own parameters."""
+        return self.layout.flatten({name: p.detach() for name, p in self.module.named_parameters()}).clone()
+
+    def output(self, theta: Tensor, example: Records) -> Tensor:
+        """What the module says about one record (a batch of one)."""
+        inputs = {name: column.unsqueeze(0) for name, column in example.items() if name != "y"}
+        weights = self.layout.views(theta)
+        if set(inputs) == {"x"}:
+            return cast(Tensor, functional_call(self.module, weights, (inputs["x"],)))
+        return cast(Tensor, functional_call(self.module, weights, (), inputs))
+
+    def loss(self, theta: Tensor, example: Records) -> Tensor:
+        """The loss of one record."""
+        return self.criterion(self.output(theta, example), example["y"].unsqueeze(0))
+
+    def evaluate(self, theta: Tensor, records: Records, at_once: int = 500) -> dict[str, float]:
+        """Mean loss, and the accuracy where the criterion is cross entropy. The mean over records, not over batches."""
+
+        def judge(example: Records) -> Records:
+            output = self.output(theta, example)
+            target = example["y"].unsqueeze(0)
+            found = {"loss": self.criterion(output, target)}
+            if self.criterion is cross_entropy:
+                logits = cast(Tensor, getattr(output, "logits", output))
+                found["accuracy"] = (logits.argmax(1) == target).double().mean()
+            return found
+
+        totals: dict[str, float] = {}
+        num_records = len(records["y"])
+        with torch.no_grad():
+            for start in range(0, num_records, at_once):
+                batch = {name: column[start : start + at_once].to(theta.device) for name, column in records.items()}
+                for name, values in cast(Records, vmap(judge)(batch)).items():
+                    totals[name] = totals.get(name, 0.0) + float(values.double().sum())
+        return {name: total / num_records for name, total in totals.items()}
+
+    def check(self, records: Records) -> None:
+        """Try one record, and the range of the labels, before anything is spent."""
+        example = {name: column[0].to(self.theta0().device) for name, column in records.items()}
+        shapes = {name: tuple(column.shape) for name, column in example.items()}
+        try:
+            with torch.no_grad():
+                output = self.output(self.theta0(), example)
+                if self.criterion is not cross_entropy:
+                    loss = self.loss(self.theta0(), example)
+                    if loss.numel() != 1:
+                        raise InputError(
+                            f"criterion: must give one number, gave shape {tuple(loss.shape)}. Average it."
+                        )
+                    return
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(
+                f"model: it cannot take one record of shapes {shapes} (as a batch of one): {error}. "
+                "Reshape the records, or change the model's first layer."
+            ) from error
+        logits = cast(Tensor, getattr(output, "logits", output))
+        labels = records["y"]
+        if logits.dim() != 2 or labels.dim() != 1 or labels.is_floating_point():
+            raise InputError(
+                f"y: cross entropy needs one whole number per record and logits [1, classes]; got labels of shape "
+                f"{tuple(labels.shape)} ({labels.dtype}) and logits of shape {tuple(logits.shape)}. "
+                "Give other labels, or your own criterion."
+            )
+        low, high, classes = int(labels.min()), int(labels.max()), logits.shape[1]
+        if low < 0 or high >= classes:
+            raise InputError(
+                f"y: labels go from {low} to {high}, but the model has {classes} outputs (labels 0 to {classes - 1}). "
+                "Relabel the records, or give the model more outputs."
+            )
+
+
+def _refuse_unsafe(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        where = f"model: layer '{name}' ({type(part).__name__})"
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):  # pyright: ignore[reportPrivateUsage]
+            raise InputError(
+                f"{where} mixes the records of a batch and keeps their statistics, which breaks the guarantee for a "
+                "single record. Replace it by torch.nn.GroupNorm or LayerNorm."
+            )
+        if isinstance(part, nn.modules.instancenorm._InstanceNorm) and part.track_running_stats:  # pyright: ignore[reportPrivateUsage]
+            raise InputError(f"{where} keeps statistics of the data without noise. Set track_running_stats=False.")
+        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:  # pyright: ignore[reportPrivateUsage]
+            raise InputError(f"{where} is active with p={part.p}, and dropout is not supported yet. Set its p to 0.")

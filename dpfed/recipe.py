@@ -1,0 +1,101 @@
+"""A recipe: everything a run is made of, as one frozen value that can be printed, stored and rebuilt."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, cast
+
+from dpfed.algorithm import Algorithm
+from dpfed.data import Federation
+from dpfed.engines.simulation import Simulation
+from dpfed.errors import InputError
+from dpfed.flat import FlatModel
+from dpfed.pieces import Schedule
+from dpfed.privacy import Gaussian, Plain
+
+
+class AnyTask(Protocol):
+    def build(self, seed: int) -> tuple[FlatModel, Federation]: ...
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One run: a task, an algorithm, a mechanism, and the federated schedule.
+
+    ``rounds`` of ``local_steps`` each, with ``cohort`` clients a round. ``delta`` belongs to epsilon and should be well below one
+    over the number of records. ``weighting`` of the uploads is uniform or by the clients' (public) sizes.
+    """
+
+    task: AnyTask
+    algorithm: Algorithm
+    mechanism: Gaussian | Plain
+    rounds: int = 50
+    local_steps: int = 10
+    cohort: int = 5
+    seed: int = 0
+    delta: float = 1e-5
+    schedule: Schedule = "cosine"
+    warmup: int = 0
+    weighting: Literal["uniform", "examples"] = "uniform"
+    evaluate_every: int = 1
+    engine: Simulation = field(default_factory=Simulation)
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "local_steps", "cohort", "evaluate_every"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}: must be at least 1, got {getattr(self, name)}.")
+        if not 0 <= self.warmup <= self.rounds:
+            raise InputError(f"warmup: must lie between 0 and the {self.rounds} rounds, got {self.warmup}.")
+        if not 0 < self.delta < 1:
+            raise InputError(
+                f"delta: must lie between 0 and 1, got {self.delta}. 1e-5 is usual for up to 10,000 records."
+            )
+
+    @property
+    def name(self) -> str:
+        """The papers' name: ``DP-FedAdamW`` where the mechanism is private, ``FedAdamW`` where not."""
+        return ("" if isinstance(self.mechanism, Plain) else "DP-") + type(self.algorithm).__name__
+
+
+def to_json(value: Any) -> Any:
+    """A value as plain JSON: a dataclass with its type and its fields; what has no plain form by its repr."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        plain = {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        return {"type": f"{type(value).__module__}:{type(value).__qualname__}", **plain}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [to_json(item) for item in cast(list[Any], value)]
+    return {"opaque": f"{type(value).__qualname__}"}
+
+
+def from_json(plain: Any) -> Any:
+    """The inverse, for values made of this library's own dataclasses. Nothing else is imported or run."""
+    if not isinstance(plain, dict):
+        return plain
+    fields = cast(dict[str, Any], plain)
+    module, _, name = str(fields.get("type", "")).partition(":")
+    if not module.startswith("dpfed.") or any("opaque" in part for part in _dicts(fields)):
+        raise InputError(
+            "recipe: it holds a model, data or a class of your own, which a file cannot bring back. Resume it from Python, with "
+            "the same objects: dpfed.run(recipe, out='that folder', resume=True)."
+        )
+    try:
+        kind = getattr(importlib.import_module(module), name)
+        if not dataclasses.is_dataclass(kind):
+            raise AttributeError(name)
+        return kind(**{key: from_json(value) for key, value in fields.items() if key != "type"})
+    except (ImportError, AttributeError, TypeError) as error:
+        raise InputError(
+            f"recipe: '{module}:{name}' cannot be rebuilt ({error}). Was the run made by another version?"
+        ) from error
+
+
+def _dicts(plain: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield plain
+    for value in plain.values():
+        if isinstance(value, dict):
+            yield from _dicts(cast(dict[str, Any], value))

@@ -1,0 +1,406 @@
+"""A run is a folder, and the folder is the truth: whatever is killed, whenever, it can be read and resumed.
+
+    recipe.json              the recipe, written once          environment.json     what it ran on, and when it began
+    rows.jsonl               one line a round                  ledger.jsonl         delta, then one line a charge
+    checkpoint.safetensors   the state before round t          model.safetensors    the final weights; ends the run
+    lock                     held by the one process that writes; the system frees it when that process dies
+
+Round t is `charge(receipts)`, then the release (the server steps), then `append(row)`, then `checkpoint(state, t + 1)`.
+Each is on the disk before it returns. A resumed run does `restore()`, then `rewind(t)`. So a SIGKILL can only fall
+
+- into `create`: the ledger is written last and makes the folder a run; without it nothing was charged, create it anew.
+- before or into `charge`: nothing of round t was released. Whole lines count, a torn last one does not. Round t is done
+  again from the same keys, and the receipts that are there already are not charged twice.
+- after `charge`, before or into `append`: the charge stands, round t is done again, the same receipts count once.
+- after `append`, before or into `checkpoint`: the old checkpoint is whole, `rewind` drops the row, t is done again.
+- into `rewind`: rows.jsonl is the old one or the new one, and the next `rewind` does what is left to do.
+- after the last `checkpoint`, before or into `save_model`: no round is left to do, only the model is saved again.
+
+With a checkpoint every few rounds, the same holds for every round since. A crash may count too much, never too little:
+the ledger is never cut back, and a checkpoint that saw more charges than the ledger holds is refused. What a killed
+process left in the system's memory is forced to the disk before the next one builds on it.
+
+One duty is the caller's: a round done again must draw the same batches and the same noise. Where noise is not keyed (a
+deployment), a second release spends a second time, under the name of the first, and would count once: there, a round
+that is charged already is skipped, never repeated.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import weakref
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from dpfed.errors import InputError
+from dpfed.ledger import Event, Ledger, Receipt
+from dpfed.report import table_text
+
+RECIPE, ENVIRONMENT, ROWS, LEDGER = "recipe.json", "environment.json", "rows.jsonl", "ledger.jsonl"
+CHECKPOINT, MODEL, LOCK, PART = "checkpoint.safetensors", "model.safetensors", "lock", ".part"
+NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+
+def environment(device: str = "cpu") -> dict[str, Any]:
+    """What a reader of the numbers wants to know about the machine behind them."""
+    versions = {found.name: found.version for found in importlib.metadata.distributions()}
+    return {
+        **{name: versions.get(name, "not installed") for name in ("dpfed", "torch", "numpy", "dp-accounting")},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
+        "num_cpus": os.cpu_count(),
+        "num_threads": torch.get_num_threads(),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+class RunRecord:
+    """One run on disk. Anyone may read it while it runs; the first write takes a lock, `close` or the end frees it."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path, self.ledger, self.rows, self.delta = Path(path), Ledger(), list[dict[str, Any]](), math.nan
+        self._charged, self._ends = set[tuple[int, int]](), dict[str, int]()
+        self._release: weakref.finalize[..., RunRecord] | None = None
+        if not (self.path / LEDGER).is_file():
+            raise InputError(f"{self.path}: there is no run here ({LEDGER} is missing). Name the folder of a run.")
+        self.recipe, self.environment = (
+            _parse(_read(self.path / name), self.path / name) for name in (RECIPE, ENVIRONMENT)
+        )
+        for where, row in self._lines(ROWS):
+            self.rows.append(self._checked(row, where))
+        for where, line in self._lines(LEDGER):
+            try:
+                if math.isnan(self.delta):
+                    self.delta = float(line["delta"])
+                    continue
+                events = Counter({Event.from_json(event): count for event, count in line["events"]})
+                self.ledger.post([Receipt(line["client"], line["t"], events)])
+                self._charged.add((line["client"], line["t"]))
+            except (KeyError, TypeError, ValueError) as error:
+                raise InputError(f"{where}: this is no charge ({error}). Put the file back as it was.") from error
+        if math.isnan(self.delta):
+            raise InputError(
+                f"{self.path / LEDGER}: its first line, the delta, is missing. Put the file back as it was."
+            )
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunRecord:
+        """Read a run. It may be running elsewhere, and its folder may be read-only."""
+        return cls(path)
+
+    @classmethod
+    def create(
+        cls, path: str | Path, recipe: Mapping[str, Any], environment: Mapping[str, Any], delta: float
+    ) -> RunRecord:
+        """Begin a run in a new or an empty folder. Where that cannot be done, nothing is left behind."""
+        path, texts = Path(path), {RECIPE: _dump(recipe, RECIPE, 2), ENVIRONMENT: _dump(environment, ENVIRONMENT, 2)}
+        texts[LEDGER] = _dump({"delta": delta}, LEDGER)  # the last one: it makes the folder a run
+        with _disk(path, "Name a folder you may write to, on a disk with free space."), ExitStack() as undo:
+            _check_free(path, texts)
+            new_folders = [folder for folder in (path, *path.parents) if not folder.exists()]
+            for folder in reversed(new_folders):
+                folder.mkdir()
+                undo.callback(folder.rmdir)
+                _sync(folder.parent)
+            lock = _lock(path)
+            if new_folders:
+                undo.callback((path / LOCK).unlink)
+            undo.callback(os.close, lock)
+            _check_free(path, texts)  # again: another process may have been faster
+            for name, data in texts.items():
+                undo.callback((path / name).unlink, missing_ok=True)
+                _replace(path / name, data)
+            record = cls(path)
+            record._release = weakref.finalize(record, os.close, lock)
+            undo.pop_all()
+        return record
+
+    def close(self) -> None:
+        """Let somebody else write. The record can still be read; its next write takes the lock again."""
+        if self._release is not None:
+            self._release()
+
+    def charge(self, receipts: Iterable[Receipt]) -> None:
+        """Write down what a round spends, before any of it is released. What is there already is not written again."""
+        receipts = list(receipts)
+        self._own()
+        self.ledger.post(
+            receipts
+        )  # refuses contradictions; when the disk then fails, it is ahead of the file, never behind
+        fresh = {(client, t): events for client, t, events in receipts if (client, t) not in self._charged}
+        plain = {key: [[event.to_json(), count] for event, count in events.items()] for key, events in fresh.items()}
+        self._append(LEDGER, [{"client": client, "t": t, "events": events} for (client, t), events in plain.items()])
+        self._charged.update(fresh)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add the row of one round."""
+        self._own()
+        checked = self._checked(dict(row), f"{self.path / ROWS}, new row")
+        self._append(ROWS, [checked])
+        self.rows.append(checked)
+
+    def rewind(self, t: int) -> None:
+        """Drop the rows from round t on: these rounds will be done again. Charges are never dropped."""
+        kept = [row for row in self.rows if row["t"] < t]
+        if len(kept) == len(self.rows):
+            return
+        if self.finished:
+            raise InputError(f"{self.path}: the run is finished. To do rounds again, first move {MODEL} away.")
+        self._own()
+        data = b"".join(_dump(row, ROWS) for row in kept)
+        self._put(ROWS, data)
+        self.rows, self._ends[ROWS] = kept, len(data)
+
+    def checkpoint(self, tensors: Mapping[str, Tensor], t: int) -> None:
+        """Save the state before round t in place of the last one, whole or not at all."""
+        self._save(CHECKPOINT, tensors, {"t": str(t), "num_charges": str(len(self._charged))})
+
+    def restore(self) -> tuple[int, dict[str, Tensor]] | None:
+        """The next round and the state before it, on the CPU; None when there is no checkpoint yet."""
+        if not (self.path / CHECKPOINT).exists():
+            return None
+        metadata, tensors = self._load(
+            CHECKPOINT, "Delete it to start again from round 0; the ledger keeps every charge."
+        )
+        expected, found = int(metadata["num_charges"]), len(self._charged)
+        if expected > found:
+            raise InputError(
+                f"{self.path / LEDGER}: holds {found} charges, but {CHECKPOINT} was written after {expected}. Put the file "
+                "back as it was; if the run is going on just now, wait for it and open it again."
+            )
+        return int(metadata["t"]), tensors
+
+    def save_model(self, tensors: Mapping[str, Tensor]) -> None:
+        """Save the final weights. This ends the run."""
+        self._save(MODEL, tensors, {})
+
+    def load_model(self) -> dict[str, Tensor]:
+        """The final weights, on the CPU."""
+        if not self.finished:
+            raise InputError(f"{self.path / MODEL}: not there yet. Finish the run with `dpfed resume {self.path}`.")
+        return self._load(MODEL, f"Delete it, and have it saved again with `dpfed resume {self.path}`.")[1]
+
+    @property
+    def finished(self) -> bool:
+        return (self.path / MODEL).exists()
+
+    def summary(self) -> dict[str, Any]:
+        """The run in one row. Epsilon comes from the ledger, never from the rows; bytes are means over the rounds."""
+
+        def column(key: str) -> list[float]:
+            return [row[key] for row in self.rows if row.get(key) is not None]
+
+        return {
+            "name": self.recipe["name"],
+            "final_accuracy": next(reversed(column("accuracy")), None),
+            "best_accuracy": max(column("accuracy"), default=None),
+            "epsilon": self.ledger.epsilon(self.delta),
+            "rounds": self.rows[-1]["t"] + 1 if self.rows else 0,
+            "seconds": sum(column("seconds")),
+            **{key: fmean(column(key)) if column(key) else None for key in ("bytes_up", "bytes_down")},
+        }
+
+    def statement(self) -> str:
+        """The privacy guarantee of the run, in words."""
+        return self.ledger.statement(self.delta)
+
+    def table(self) -> str:
+        """The run as a table of one line; `dpfed.report.table_text` compares several."""
+        return table_text([self])
+
+    def _own(self) -> None:
+        """Take the lock, make durable what a killed process left in memory; refuse if somebody wrote since we read."""
+        if self._release is not None and self._release.alive:
+            return
+        with self._disk(LOCK):
+            self._release = weakref.finalize(self, os.close, _lock(self.path))
+            for path in (self.path, *(self.path / name for name, end in self._ends.items() if end)):
+                _sync(path)
+        if any(len(_whole_lines(self.path / name)) != end for name, end in self._ends.items()):
+            self.close()
+            raise InputError(f"{self.path}: somebody has written to this run since it was read. Open it again.")
+
+    def _lines(self, name: str) -> list[tuple[str, dict[str, Any]]]:
+        """The whole lines of a file, each with its place. A torn last one was never acknowledged and does not count."""
+        whole = _whole_lines(self.path / name)
+        self._ends[name] = len(whole)
+        lines = [(f"{self.path / name}, line {number}", line) for number, line in enumerate(whole.split(b"\n")[:-1], 1)]
+        return [(where, _parse(line, where)) for where, line in lines]
+
+    def _append(self, name: str, values: list[dict[str, Any]]) -> None:
+        """Add lines behind the last whole one, so that what a crash or a full disk tore is written over."""
+        data, end = b"".join(_dump(value, name) for value in values), self._ends[name]
+        with self._disk(name), os.fdopen(os.open(self.path / name, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
+            if os.fstat(file.fileno()).st_size < end:
+                raise InputError(f"{self.path / name}: became shorter while in use. Put the file back as it was.")
+            file.truncate(end)
+            file.seek(end)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            if end == 0:
+                _sync(self.path)
+        self._ends[name] = end + len(data)
+
+    def _checked(self, row: dict[str, Any], where: str) -> dict[str, Any]:
+        last = self.rows[-1]["t"] if self.rows else -1
+        if type(row.get("t")) is not int or row["t"] <= last:
+            raise InputError(f"{where}: t must be a whole number above {last}, the last row's; got {row.get('t')!r}.")
+        return row
+
+    def _save(self, name: str, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+        self._own()
+        plain = {
+            key: value.detach().cpu().clone(memory_format=torch.contiguous_format) for key, value in tensors.items()
+        }
+        metadata = {"file": name, "recipe": self._fingerprint(), **metadata}
+        self._put(name, save_tensors(plain, {**metadata, "checksum": _checksum(plain, metadata)}))
+
+    def _load(self, name: str, remedy: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+        try:
+            data = _read(self.path / name)
+            tensors = load_tensors(data)
+            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+            metadata = cast(dict[str, str], header.get("__metadata__", {}))
+            intact = metadata.pop("checksum", None) == _checksum(tensors, metadata)
+        except (SafetensorError, KeyError, ValueError) as error:
+            raise InputError(f"{self.path / name}: cannot be read ({error}). {remedy}") from error
+        if not intact:
+            raise InputError(f"{self.path / name}: the checksum does not match: damaged, or not from dpfed. {remedy}")
+        if (metadata["file"], metadata["recipe"]) != (name, self._fingerprint()):
+            raise InputError(f"{self.path / name}: comes from a run of another recipe, or was renamed. {remedy}")
+        return metadata, tensors
+
+    def _put(self, name: str, data: bytes) -> None:
+        with self._disk(name):
+            _replace(self.path / name, data)
+
+    def _disk(self, name: str) -> AbstractContextManager[None]:
+        return _disk(self.path / name, f"Make room, or allow writing, and go on with `dpfed resume {self.path}`.")
+
+    def _fingerprint(self) -> str:
+        return hashlib.blake2b(_dump(self.recipe, RECIPE), digest_size=16).hexdigest()
+
+
+@contextmanager
+def _disk(path: Path, remedy: str) -> Generator[None]:
+    """Turn what the disk refuses into words."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror}). {remedy}") from error
+
+
+def _check_free(path: Path, ours: Iterable[str]) -> None:
+    """Only an empty folder, or what a killed `create` left behind, may become a run."""
+    names = {child.name for child in path.iterdir()} if path.exists() else set[str]()
+    if LEDGER in names:
+        raise InputError(f"{path}: holds a run already. Go on with `dpfed resume {path}`, or name another folder.")
+    if foreign := names - {LOCK, *ours, *(name + PART for name in ours)}:
+        raise InputError(f"{path}: holds other files ({min(foreign)}). Name a new or an empty folder.")
+
+
+def _lock(folder: Path) -> int:
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        if isinstance(error, BlockingIOError):
+            raise InputError(f"{folder}: somebody else is writing this run. Wait for them, or stop them.") from error
+        raise
+    return lock
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all, also when the power fails."""
+    part = path.with_name(path.name + PART)
+    try:
+        with part.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    """Force a file, or the names in a folder, to the disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}). Put the file back as it was.") from error
+
+
+def _whole_lines(path: Path) -> bytes:
+    data = _read(path) if path.exists() else b""
+    return data[: data.rfind(b"\n") + 1]
+
+
+def _parse(text: bytes, where: str | Path) -> dict[str, Any]:
+    try:
+        value = json.loads(text.decode())
+    except ValueError as error:
+        raise InputError(f"{where}: this is not JSON ({error}). Put the file back as it was.") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{where}: this is not a JSON object. Put the file back as it was.")
+    return _leaves(value, lambda leaf: NON_FINITE.get(leaf, leaf) if isinstance(leaf, str) else leaf)
+
+
+def _dump(value: Mapping[str, Any], where: str, indent: int | None = None) -> bytes:
+    """One object and a newline. JSON has no infinity: it is written as the text "inf", and read back as the number."""
+
+    def plain(leaf: Any) -> Any:
+        if isinstance(leaf, str) and leaf in NON_FINITE:
+            raise InputError(f"{where}: the text {leaf!r} would be read back as a number. Use another word.")
+        return str(float(leaf)) if isinstance(leaf, float) and not math.isfinite(leaf) else leaf
+
+    try:
+        return json.dumps(_leaves(value, plain), indent=indent, allow_nan=False).encode() + b"\n"
+    except TypeError as error:
+        raise InputError(f"{where}: {error}. Give plain numbers, texts, lists and dicts.") from error
+
+
+def _leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _leaves(item, change) for key, item in cast(Mapping[Any, Any], value).items()}
+    if isinstance(value, (list, tuple)):
+        return [_leaves(item, change) for item in cast(list[Any], value)]
+    return change(value)
+
+
+def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    digest = hashlib.blake2b(json.dumps(metadata, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,220 @@
+"""The round loop: the only one.
+
+    s = algorithm.server_init(theta0)
+    for t in rounds:  charge the cohort  ->  train it  ->  average  ->  server_step  ->  write the row
+
+The charge is written before the release (a crash may over-count, never under-count), and a round is done again with the same
+keys after a crash, so a resumed run ends in the same bits as one that was never stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dpfed.algorithm import Algorithm, Round, Tree, client_round, like, num_bytes
+from dpfed.algorithm import leaves as named
+from dpfed.data import Federation
+from dpfed.engines.simulation import Engine, Job, client_weights, memory_tensors
+from dpfed.errors import InputError
+from dpfed.flat import FlatModel, Layout
+from dpfed.ledger import Event, Receipt, calibrate
+from dpfed.pieces import schedule_scale
+from dpfed.privacy import Mechanism, events
+from dpfed.recipe import Recipe, to_json
+from dpfed.record import RunRecord, environment
+
+Row = dict[str, Any]
+
+
+class DryGradient:
+    """Counts what an algorithm asks for, and gives it shapes only."""
+
+    def __init__(self) -> None:
+        self.queries: Counter[int] = Counter()
+        self.noise_var = torch.zeros(1, device="meta")
+
+    def __call__(self, theta: Tensor, *, draw: int = 0, minus: tuple[float, Tensor] | None = None) -> Tensor:
+        self.queries[draw] += 1
+        return torch.empty_like(theta)
+
+
+class Dry(NamedTuple):
+    """What a client's round will be, found by running the algorithm on shapes: its gradients, its traffic, its memory."""
+
+    queries: list[Counter[int]]
+    bytes_down: int
+    bytes_up: int
+    memory: Tree
+
+
+def dry_round(algorithm: Algorithm, layout: Layout, num_steps: int, t: int = 0) -> Dry:
+    """Nothing is declared by an algorithm, so nothing can be declared wrongly."""
+    steps = [DryGradient() for _ in range(num_steps)]
+    theta = torch.empty(layout.num_coordinates, device="meta")
+    s = algorithm.server_init(theta, layout)
+    upload, memory = client_round(algorithm, s, None, steps.__getitem__, Round(t, 1.0, num_steps, layout))
+    return Dry([step.queries for step in steps], num_bytes(s), num_bytes(upload), memory)
+
+
+def planned_events(mechanism: Mechanism, num_examples: int, dry: Dry) -> Counter[Event]:
+    """What one round costs a client."""
+    total: Counter[Event] = Counter()
+    for queries in dry.queries:
+        total.update(events(mechanism, num_examples, queries))
+    return total
+
+
+def calibrated(recipe: Recipe, federation: Federation, layout: Layout) -> Recipe:
+    """The recipe with its target epsilon turned into the smallest sufficient sigma, for the participations that will happen."""
+    mechanism = recipe.mechanism
+    if mechanism.sigma is not None:
+        return recipe
+    assert mechanism.epsilon is not None
+    unit = replace(mechanism, epsilon=None, sigma=1.0)
+    dry = dry_round(recipe.algorithm, layout, recipe.local_steps)
+    plans: list[Counter[Event]] = []
+    for i, num_rounds in participations(recipe, federation).items():
+        once = planned_events(unit, federation.sizes[i], dry)
+        plans.append(Counter({event: count * num_rounds for event, count in once.items()}))
+    sigma = calibrate(mechanism.epsilon, recipe.delta, plans)
+    return replace(recipe, mechanism=replace(mechanism, epsilon=None, sigma=sigma))
+
+
+def participations(recipe: Recipe, federation: Federation) -> Counter[int]:
+    """How many rounds each client will train: public, and fixed by the seed."""
+    return Counter(i for t in range(recipe.rounds) for i in federation.cohort(recipe.seed, t, recipe.cohort))
+
+
+def run(
+    recipe: Recipe,
+    out: str | Path | None = None,
+    *,
+    resume: bool = False,
+    engine: Callable[[Job], Engine] | None = None,
+) -> RunRecord:
+    """Train, and return the record: ``.table()``, ``.statement()``, ``.rows``, ``.load_model()``; it lies in the folder ``out``.
+
+    ``resume=True`` goes on with the run in ``out``. Without ``out`` a new folder under ``runs/`` is taken.
+    """
+    record, rows = begin(recipe, out, resume=resume, engine=engine)
+    for _ in rows:
+        pass
+    return record
+
+
+def begin(
+    recipe: Recipe,
+    out: str | Path | None = None,
+    *,
+    resume: bool = False,
+    engine: Callable[[Job], Engine] | None = None,
+) -> tuple[RunRecord, Iterator[Row]]:
+    """Check everything and open the record; the rounds happen as the rows are drawn."""
+    model, federation = recipe.task.build(recipe.seed)
+    if recipe.cohort > len(federation.clients):
+        raise InputError(
+            f"cohort: {recipe.cohort} clients a round were asked for, the federation has {len(federation.clients)}. Lower it."
+        )
+    model.check(federation.records)
+    planned = calibrated(recipe, federation, model.layout)
+    plain = to_json(recipe) | {
+        "name": recipe.name,
+        "sigma": planned.mechanism.sigma,
+        "fingerprint": fingerprint(model, federation),
+    }
+    if resume:
+        if out is None:
+            raise InputError("out: name the folder of the run to resume.")
+        record = RunRecord.open(out)
+        differing = sorted(key for key in plain | record.recipe if plain.get(key) != record.recipe.get(key))
+        if differing:
+            raise InputError(
+                f"recipe: differs from the one of the run in {record.path} in: {', '.join(differing)}. A run goes on with the "
+                "recipe, model and data it began with; start a new run for other ones."
+            )
+    else:
+        device = str(recipe.engine.torch_device())
+        record = RunRecord.create(out or free_folder(recipe.name), plain, environment(device), recipe.delta)
+    job = Job(model, federation, planned.algorithm, planned.mechanism, recipe.seed, recipe.weighting)
+    return record, _rounds(planned, record, (engine or recipe.engine.open)(job), job)
+
+
+def _rounds(recipe: Recipe, record: RunRecord, engine: Engine, job: Job) -> Iterator[Row]:
+    algorithm, layout = recipe.algorithm, job.model.layout
+    device = recipe.engine.torch_device()
+    theta0 = job.model.theta0().to(device)
+    s, first, dry = algorithm.server_init(theta0, layout), 0, dry_round(algorithm, layout, recipe.local_steps)
+    stored = record.restore()
+    if stored is not None:
+        first, tensors = stored
+        tensors = {name: vector.to(device) for name, vector in tensors.items()}
+        s = like(s, {name.removeprefix("s."): v for name, v in tensors.items() if name.startswith("s.")})
+        engine.memory.update(_memory(dry.memory, tensors))
+    record.rewind(first)
+    since, cost = time.monotonic(), 0.0
+    for t in range(first, recipe.rounds):
+        began = time.monotonic()
+        cohort = job.federation.cohort(recipe.seed, t, recipe.cohort)
+        plan = [Receipt(i, t, planned_events(recipe.mechanism, job.federation.sizes[i], dry)) for i in cohort]
+        record.charge(plan)
+        scale = schedule_scale(recipe.schedule, t, recipe.rounds, recipe.warmup)
+        shrinkage = sum(weight**2 for weight in client_weights(job, cohort))
+        now = Round(t, scale, recipe.local_steps, layout, shrinkage)
+        upload, receipts = engine.train(now, s, cohort)
+        if sorted(receipts) != plan:
+            raise RuntimeError(f"round {t}: the engine spent other events than were charged; nothing of it is released")
+        s = algorithm.server_step(s, upload, now)
+        if not bool(s.theta.isfinite().all()):
+            raise InputError(
+                f"algorithm.lr: the parameters became NaN or Inf in round {t}; the learning rate is too large. Lower it and "
+                f"start again. The rows until then are in {record.path}."
+            )
+        row: Row = {"t": t, "clients": len(cohort), "bytes_down": dry.bytes_down, "bytes_up": dry.bytes_up}
+        if (t + 1) % recipe.evaluate_every == 0 or t == recipe.rounds - 1:
+            if job.federation.test is not None:
+                row |= job.model.evaluate(s.theta, job.federation.test)
+            row["epsilon"] = record.ledger.epsilon(recipe.delta)
+        row["seconds"] = round(time.monotonic() - began, 4)
+        record.append(row)
+        if t == recipe.rounds - 1 or time.monotonic() - since > 20 * cost:
+            since = time.monotonic()
+            state = {f"s.{name}": vector for name, vector in named(s)}
+            record.checkpoint(state | memory_tensors(engine.memory), t + 1)
+            cost = time.monotonic() - since
+        yield row
+    record.save_model(job.model.layout.views(s.theta))
+
+
+def _memory(structure: Tree, tensors: dict[str, Tensor]) -> dict[int, Tree]:
+    clients: dict[int, dict[str, Tensor]] = {}
+    for name, vector in tensors.items():
+        if name.startswith("memory."):
+            _, i, field = name.split(".", 2)
+            clients.setdefault(int(i), {})[field] = vector
+    return {i: like(structure, fields) for i, fields in clients.items()}
+
+
+def fingerprint(model: FlatModel, federation: Federation) -> str:
+    """Of the starting point and of who holds what, so that a run is never resumed with another model or other data."""
+    content = hashlib.blake2b(digest_size=16)
+    test = federation.test or {}
+    columns = [("theta0", model.theta0()), *federation.records.items(), *test.items()]
+    for name, vector in [*columns, *((str(i), rows) for i, rows in enumerate(federation.clients))]:
+        content.update(f"{name}{tuple(vector.shape)}{vector.dtype}".encode())
+        content.update(vector.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return content.hexdigest()
+
+
+def free_folder(name: str) -> Path:
+    """A new folder under ``runs/``."""
+    taken = (Path("runs") / f"{name}-{number}" for number in range(1, 1_000_000))
+    return next(path for path in taken if not path.exists())
