@@ -5,6 +5,7 @@ RECIPE        ?= quickstart
 TORCH_VERSION ?= 2.13.0
 VENV          := .venv
 BIN           := $(VENV)/bin
+INSTALL       := $(VENV)/bin/python -m pip install --quiet --no-compile
 
 # Which build of PyTorch: "cpu", or "plain" for what `pip install torch` gives (on Linux with gigabytes of CUDA).
 # An environment that exists keeps its build. Otherwise a Mac or a working GPU gets "plain", everything else "cpu".
@@ -46,39 +47,41 @@ clean: ## remove the environment and everything that can be made again (never ru
 
 $(VENV)/.run: pyproject.toml $(VENV)/.torch-$(TORCH)
 	@echo "Installing dpfed ..."
-	@$(BIN)/python -m pip install --quiet --editable .
+	@$(INSTALL) --editable .
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.torch-$(TORCH)
 	@echo "Installing dpfed and its development tools ..."
-	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@$(INSTALL) --editable '.[dev]'
 	@touch $(VENV)/.run $@
 
-# The ordinary package index has no "+cpu" versions. Where pip is configured for PyTorch's CPU builds the first line finds
-# one; otherwise uv does, which knows where they are. Neither may end with CUDA, which the last check makes sure of.
+# The ordinary package index has no "+cpu" versions. Where pip is configured for PyTorch's CPU builds, the first line
+# finds one; otherwise uv does, which knows where they are. Neither may end with CUDA, as the last check makes sure.
 $(VENV)/.torch-cpu: $(BIN)/python
 	@echo "Installing PyTorch $(TORCH_VERSION) built for CPU (about 200 MB) ..."
 	@rm -f $(VENV)/.torch-*
-	@$(BIN)/python -m pip install --quiet 'torch==$(TORCH_VERSION)+cpu' >$(VENV)/torch.log 2>&1 \
-	|| { $(BIN)/python -m pip install --quiet uv && $(BIN)/uv pip install --python $(BIN)/python --torch-backend=cpu \
+	@$(INSTALL) 'torch==$(TORCH_VERSION)+cpu' >$(VENV)/torch.log 2>&1 \
+	|| { $(INSTALL) uv && $(BIN)/uv pip install --python $(BIN)/python --torch-backend=cpu \
 	     --reinstall-package torch 'torch==$(TORCH_VERSION)'; } >>$(VENV)/torch.log 2>&1 \
 	|| { cat $(VENV)/torch.log; echo "$$NO_CPU_BUILD"; exit 1; } >&2
-	@$(BIN)/python -c 'import torch; raise SystemExit(bool(torch.version.cuda))' || { echo "$$NO_CPU_BUILD" >&2; exit 1; }
+	@$(BIN)/python -W ignore -c 'import torch; raise SystemExit(bool(torch.version.cuda))' \
+	|| { echo "$$NO_CPU_BUILD" >&2; exit 1; }
 	@touch $@
 
 $(VENV)/.torch-plain: $(BIN)/python
-	@echo "Installing PyTorch ..."
+	@echo "Installing PyTorch as pip finds it ..."
 	@$(if $(wildcard $(VENV)/.torch-cpu),$(BIN)/python -m pip uninstall --quiet --yes torch)
 	@rm -f $(VENV)/.torch-*
-	@$(BIN)/python -m pip install 'torch>=2.6'
+	@$(INSTALL) 'torch>=2.6'
 	@touch $@
 
 $(VENV)/.torch-%:
 	@echo 'TORCH=$* is not a choice: it is "cpu" or "plain".' >&2; exit 1
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' 2>/dev/null || { echo "$$OLD_PYTHON"; exit 1; } >&2
-	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$$NO_VENV"; exit 1; } >&2
+	@$(PYTHON) -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' 2>/dev/null \
+	|| { echo "$$OLD_PYTHON" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$$NO_VENV" >&2; exit 1; }
 	@echo "Creating $(VENV) with $$($(PYTHON) --version) ..."
 	@$(PYTHON) -m venv --clear $(VENV)
 
@@ -96,8 +99,8 @@ define NO_CPU_BUILD
 PyTorch $(TORCH_VERSION) for CPU could not be installed; the messages above say why. One of these helps:
   - the network failed: repeat the command, it continues where it stopped
   - no such build for this machine or this Python: choose another version, for example make run TORCH_VERSION=2.12.1
-  - the network is closed: fetch the wheel torch $(TORCH_VERSION)+cpu from pytorch.org on another machine, install it with
-    $(BIN)/python -m pip install FILE.whl, and repeat the command
+  - the network is closed: fetch the wheel torch $(TORCH_VERSION)+cpu from pytorch.org on another machine, install it
+    with $(BIN)/python -m pip install FILE.whl, and repeat the command
   - gigabytes of CUDA are welcome: make run TORCH=plain
 endef
 
