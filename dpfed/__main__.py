@@ -7,7 +7,7 @@ import sys
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -19,14 +19,15 @@ from dpfed.errors import InputError
 HELP = """\
 [bold]dpfed[/bold]: federated learning with a privacy guarantee for every single record
 
-  [cyan]dpfed run quickstart[/cyan]                            compare three private methods on real data, in about a minute
-  [cyan]dpfed run quickstart --rounds 5[/cyan]                 any field of the recipe can be changed; try [cyan]--help[/cyan] behind it
+  [cyan]dpfed run quickstart[/cyan]             compare three private methods on real data, in about a minute
+  [cyan]dpfed run quickstart --rounds 5[/cyan]  change any field of the recipe; [cyan]--help[/cyan] behind it shows all of them
   [cyan]dpfed run fashion/DP-FedAdamW --algorithm.gamma 0.25 --mechanism.epsilon 3 --engine.device cuda[/cyan]
-  [cyan]dpfed resume RUN[/cyan]                                go on where a run was stopped or killed
-  [cyan]dpfed report RUN [RUN ...][/cyan]                      the table, the figure and the privacy statement of finished runs
-  [cyan]dpfed ledger RUN[/cyan]                                what the run has cost every client, and what that means
-  [cyan]dpfed calibrate --epsilon 3 --num-examples 1000 --batch-size 16 --steps 2000[/cyan]     the noise that a budget needs
-  [cyan]dpfed list[/cyan]                                      the recipes, tasks, algorithms and mechanisms
+  [cyan]dpfed resume RUN[/cyan]                 go on where a run was stopped or killed
+  [cyan]dpfed report RUN [RUN ...][/cyan]       the table, the figure and the privacy statement of runs
+  [cyan]dpfed ledger RUN[/cyan]                 what the run has cost every client, and what that means
+  [cyan]dpfed calibrate --epsilon 3 --num-examples 1000 --batch-size 16 --steps 2000[/cyan]
+                                   the noise that a budget needs
+  [cyan]dpfed list[/cyan]                       the recipes, tasks, algorithms and mechanisms
 
 Every run is a folder under runs/ that holds the recipe, the rows, the ledger and the weights.
 """
@@ -54,9 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         Console(stderr=True, highlight=False).print(Panel(str(error), title="dpfed cannot do this", border_style="red"))
         raise SystemExit(2) from None
     except KeyboardInterrupt:
-        Console(stderr=True).print(
-            "\nStopped. Nothing is lost: [cyan]dpfed resume[/cyan] goes on from the last checkpoint."
-        )
+        Console(stderr=True).print("\nStopped. Nothing is lost: [cyan]dpfed resume[/cyan] goes on from the last checkpoint.")
         raise SystemExit(130) from None
 
 
@@ -131,7 +130,7 @@ def _ledger(words: list[str]) -> None:
             for column in ("client", "records", "rounds", "releases", "sigma", f"epsilon at delta {at:g}"):
                 table.add_column(column, justify="right")
             rounds: dict[int, set[int]] = {}
-            for receipt in record.ledger.receipts():
+            for receipt in record.ledger:
                 rounds.setdefault(receipt.client, set()).add(receipt.t)
             for client, epsilon in sorted(record.ledger.epsilons(at).items()):
                 events = record.ledger.events(client)
@@ -153,7 +152,6 @@ def _ledger(words: list[str]) -> None:
 def _calibrate(words: list[str]) -> None:
     from collections import Counter
 
-    from dpfed.data import Sampling
     from dpfed.ledger import Event, calibrate, epsilon
 
     def find(
@@ -162,7 +160,7 @@ def _calibrate(words: list[str]) -> None:
         batch_size: int = 64,
         epsilon_: Annotated[float, tyro.conf.arg(name="epsilon")] = 3.0,
         delta: float = 1e-5,
-        sampling: Sampling = "poisson",
+        sampling: Literal["poisson", "fixed"] = "poisson",
     ) -> None:
         """The smallest noise multiplier sigma that keeps one client within its budget.
 
@@ -220,9 +218,7 @@ def override(recipes: list[Any], words: list[str], prog: str) -> list[Any]:
     unknown: list[list[str]] = []
     for recipe in recipes:
         kind = _concrete(recipe)
-        options, rest = tyro.cli(
-            kind, default=_converted(recipe, kind), args=words, prog=prog, return_unknown_args=True
-        )
+        options, rest = tyro.cli(kind, default=_converted(recipe, kind), args=words, prog=prog, return_unknown_args=True)
         changed.append(_converted(options, type(recipe)))
         unknown.append(rest)
     for word in words:
@@ -280,9 +276,7 @@ def _train(started: list[tuple[Any, Any]], folder: Path) -> None:
     console = Console(highlight=False)
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         bars = [
-            progress.add_task(
-                record.recipe["name"], total=record.recipe["rounds"], completed=len(record.rows), now="waiting"
-            )
+            progress.add_task(record.recipe["name"], total=record.recipe["rounds"], completed=len(record.rows), now="waiting")
             for record, _ in started
         ]
         for (record, rows), bar in zip(started, bars, strict=True):
@@ -290,7 +284,9 @@ def _train(started: list[tuple[Any, Any]], folder: Path) -> None:
             for row in rows:
                 said = {"accuracy": "accuracy {:.1%}", "loss": "loss {:.3f}", "epsilon": "epsilon {:.2f}"}
                 now = "  ".join(text.format(row[name]) for name, text in said.items() if name in row)
-                progress.update(bar, completed=row["t"] + 1, **({"now": now} if now else {}))
+                progress.update(bar, completed=row["t"] + 1)
+                if now:
+                    progress.update(bar, now=now)
                 every = max(1, record.recipe["rounds"] // 5)
                 if not console.is_terminal and now and (row["t"] + 1) % every == 0:
                     console.print(f"{record.recipe['name']:>14}  round {row['t'] + 1}/{record.recipe['rounds']}  {now}")

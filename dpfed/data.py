@@ -124,9 +124,7 @@ def from_clients(clients: Sequence[Source], test: Source | None = None, *, equal
     for i, records in enumerate(columns):
         unlike = [n for n in columns[0] if n not in records or records[n].shape[1:] != columns[0][n].shape[1:]]
         if unlike or set(records) != set(columns[0]):
-            raise InputError(
-                f"clients[{i}]: its columns differ from those of clients[0]. Bring all to the same shapes."
-            )
+            raise InputError(f"clients[{i}]: its columns differ from those of clients[0]. Bring all to the same shapes.")
     if not equal_records:
         _refuse_shared(columns)
     ends = np.cumsum([len(records["y"]) for records in columns])
@@ -143,9 +141,7 @@ def iid(source: Source, num_clients: int, *, seed: int = 0, test: Source | None 
     return Federation(records, tuple(part.sort().values for part in order.tensor_split(num_clients)), _maybe_test(test))
 
 
-def dirichlet(
-    source: Source, num_clients: int, *, alpha: float, seed: int = 0, test: Source | None = None
-) -> Federation:
+def dirichlet(source: Source, num_clients: int, *, alpha: float, seed: int = 0, test: Source | None = None) -> Federation:
     """Clients of equal size whose label proportions are drawn from Dirichlet(alpha); the smaller alpha, the more unlike.
 
     Every record goes to one client only: when a label has run out, a client takes its other labels instead (in the
@@ -176,9 +172,7 @@ def dirichlet(
     return Federation(records, tuple(rows), _maybe_test(test))
 
 
-def shards(
-    source: Source, num_clients: int, *, per_client: int = 2, seed: int = 0, test: Source | None = None
-) -> Federation:
+def shards(source: Source, num_clients: int, *, per_client: int = 2, seed: int = 0, test: Source | None = None) -> Federation:
     """Records sorted by label and cut into shards; every client gets ``per_client`` of them."""
     records = as_records("records", source)
     _check_clients(num_clients * per_client, len(records["y"]))
@@ -191,7 +185,7 @@ def shards(
 def by_user(source: Source, users: Sequence[Any] | Tensor, *, test: Source | None = None) -> Federation:
     """One client per distinct value of ``users``, which names the owner of every record."""
     records = as_records("records", source)
-    names = users.numpy() if isinstance(users, Tensor) else np.asarray(users)
+    names = np.asarray(users)
     if names.shape != (len(records["y"]),):
         raise InputError(f"users: must name one owner per record ({len(records['y'])}), got shape {names.shape}.")
     _, owner = np.unique(names, return_inverse=True)
@@ -214,9 +208,7 @@ def as_records(field: str, source: Source) -> Records:
             "y": torch.stack([torch.as_tensor(y) for _, y in pairs]),
         }
     else:
-        raise InputError(
-            f"{field}: expected (x, y), a dict of columns or a data set of pairs, got {type(source).__name__}."
-        )
+        raise InputError(f"{field}: expected (x, y), a dict of columns or a data set of pairs, got {type(source).__name__}.")
     if "y" not in columns:
         raise InputError(f"{field}: has no column 'y' (the target); it has {sorted(columns)}.")
     return {str(name): torch.as_tensor(column) for name, column in columns.items()}
@@ -228,25 +220,17 @@ def _maybe_test(test: Source | None) -> Records | None:
 
 def _check_clients(wanted: int, num_records: int) -> None:
     if not 1 <= wanted <= num_records:
-        raise InputError(
-            f"num_clients: cannot deal {num_records} records to {wanted} clients; choose 1 to {num_records}."
-        )
+        raise InputError(f"num_clients: cannot deal {num_records} records to {wanted} clients; choose 1 to {num_records}.")
 
 
 def _check_columns(field: str, records: Records) -> int:
     lengths = {name: len(column) if column.dim() else -1 for name, column in records.items()}
     if len(set(lengths.values())) != 1 or min(lengths.values()) < 1:
-        raise InputError(
-            f"{field}: all columns need one entry per record and at least one record, got lengths {lengths}."
-        )
+        raise InputError(f"{field}: all columns need one entry per record and at least one record, got lengths {lengths}.")
     for name, column in records.items():
         if column.is_floating_point() and not bool(column.isfinite().all()):
-            row = int(
-                (~column.isfinite()).flatten(1 if column.dim() > 1 else 0).reshape(len(column), -1).any(1).nonzero()[0]
-            )
-            raise InputError(
-                f"{field}: column '{name}' holds NaN or Inf, first in record {row}. Clean or drop that record."
-            )
+            row = int((~column.isfinite()).flatten(1 if column.dim() > 1 else 0).reshape(len(column), -1).any(1).nonzero()[0])
+            raise InputError(f"{field}: column '{name}' holds NaN or Inf, first in record {row}. Clean or drop that record.")
     return lengths["y"]
 
 

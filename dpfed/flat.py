@@ -235,7 +235,7 @@ class FlatModel:
         with torch.no_grad():
             for start in range(0, num_records, at_once):
                 batch = {name: column[start : start + at_once].to(theta.device) for name, column in records.items()}
-                for name, values in cast(Records, vmap(judge)(batch)).items():
+                for name, values in vmap(judge)(batch).items():
                     totals[name] = totals.get(name, 0.0) + float(values.double().sum())
         return {name: total / num_records for name, total in totals.items()}
 
@@ -249,9 +249,7 @@ class FlatModel:
                 if self.criterion is not cross_entropy:
                     loss = self.loss(self.theta0(), example)
                     if loss.numel() != 1:
-                        raise InputError(
-                            f"criterion: must give one number, gave shape {tuple(loss.shape)}. Average it."
-                        )
+                        raise InputError(f"criterion: must give one number, gave shape {tuple(loss.shape)}. Average it.")
                     return
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             if isinstance(error, InputError):
@@ -284,7 +282,7 @@ def _refuse_unsafe(module: nn.Module) -> None:
                 f"{where} mixes the records of a batch and keeps their statistics, which breaks the guarantee for a "
                 "single record. Replace it by torch.nn.GroupNorm or LayerNorm."
             )
-        if isinstance(part, nn.modules.instancenorm._InstanceNorm) and part.track_running_stats:  # pyright: ignore[reportPrivateUsage]
+        if isinstance(part, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d) and part.track_running_stats:
             raise InputError(f"{where} keeps statistics of the data without noise. Set track_running_stats=False.")
         if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:  # pyright: ignore[reportPrivateUsage]
             raise InputError(f"{where} is active with p={part.p}, and dropout is not supported yet. Set its p to 0.")

@@ -25,10 +25,10 @@ from dpfed.algorithm import leaves as named
 from dpfed.data import Federation
 from dpfed.engines.simulation import Engine, Job, client_weights, memory_tensors
 from dpfed.errors import InputError
-from dpfed.flat import FlatModel, Layout
-from dpfed.ledger import Event, Receipt, calibrate
+from dpfed.flat import FlatModel, Layout, Part
+from dpfed.ledger import Event, Ledger, Receipt, calibrate
 from dpfed.pieces import schedule_scale
-from dpfed.privacy import Mechanism, events
+from dpfed.privacy import Mechanism, Plain, events
 from dpfed.recipe import Recipe, to_json
 from dpfed.record import RunRecord, environment
 
@@ -36,33 +36,31 @@ Row = dict[str, Any]
 
 
 class DryGradient:
-    """Counts what an algorithm asks for, and gives it shapes only."""
+    """Counts what an algorithm asks for, and answers with zeros."""
 
     def __init__(self) -> None:
         self.queries: Counter[int] = Counter()
-        self.noise_var = torch.zeros(1, device="meta")
+        self.noise_var = torch.zeros(1)
 
     def __call__(self, theta: Tensor, *, draw: int = 0, minus: tuple[float, Tensor] | None = None) -> Tensor:
         self.queries[draw] += 1
-        return torch.empty_like(theta)
+        return torch.zeros_like(theta)
 
 
 class Dry(NamedTuple):
-    """What a client's round will be, found by running the algorithm on shapes: its gradients, its traffic, its memory."""
+    """What a client's round will be: the gradients that every step asks for, and the structure of its memory."""
 
     queries: list[Counter[int]]
-    bytes_down: int
-    bytes_up: int
     memory: Tree
 
 
-def dry_round(algorithm: Algorithm, layout: Layout, num_steps: int, t: int = 0) -> Dry:
-    """Nothing is declared by an algorithm, so nothing can be declared wrongly."""
+def dry_round(algorithm: Algorithm, num_steps: int) -> Dry:
+    """Run the algorithm once on a tiny vector. It declares nothing, so it can declare nothing wrongly."""
     steps = [DryGradient() for _ in range(num_steps)]
-    theta = torch.empty(layout.num_coordinates, device="meta")
-    s = algorithm.server_init(theta, layout)
-    upload, memory = client_round(algorithm, s, None, steps.__getitem__, Round(t, 1.0, num_steps, layout))
-    return Dry([step.queries for step in steps], num_bytes(s), num_bytes(upload), memory)
+    layout = Layout((Part("tiny", (8,), "weights"),))
+    s = algorithm.server_init(torch.zeros(8), layout)
+    _, memory = client_round(algorithm, s, None, steps.__getitem__, Round(0, 1.0, num_steps, layout))
+    return Dry([step.queries for step in steps], memory)
 
 
 def planned_events(mechanism: Mechanism, num_examples: int, dry: Dry) -> Counter[Event]:
@@ -73,14 +71,13 @@ def planned_events(mechanism: Mechanism, num_examples: int, dry: Dry) -> Counter
     return total
 
 
-def calibrated(recipe: Recipe, federation: Federation, layout: Layout) -> Recipe:
+def calibrated(recipe: Recipe, federation: Federation) -> Recipe:
     """The recipe with its target epsilon turned into the smallest sufficient sigma, for the participations that will happen."""
     mechanism = recipe.mechanism
-    if mechanism.sigma is not None:
+    if isinstance(mechanism, Plain) or mechanism.epsilon is None:
         return recipe
-    assert mechanism.epsilon is not None
     unit = replace(mechanism, epsilon=None, sigma=1.0)
-    dry = dry_round(recipe.algorithm, layout, recipe.local_steps)
+    dry = dry_round(recipe.algorithm, recipe.local_steps)
     plans: list[Counter[Event]] = []
     for i, num_rounds in participations(recipe, federation).items():
         once = planned_events(unit, federation.sizes[i], dry)
@@ -101,7 +98,7 @@ def run(
     resume: bool = False,
     engine: Callable[[Job], Engine] | None = None,
 ) -> RunRecord:
-    """Train, and return the record: ``.table()``, ``.statement()``, ``.rows``, ``.load_model()``; it lies in the folder ``out``.
+    """Train, and return the record, with ``.table()``, ``.statement()``, ``.rows``, ``.load_model()``. It lies in ``out``.
 
     ``resume=True`` goes on with the run in ``out``. Without ``out`` a new folder under ``runs/`` is taken.
     """
@@ -125,7 +122,7 @@ def begin(
             f"cohort: {recipe.cohort} clients a round were asked for, the federation has {len(federation.clients)}. Lower it."
         )
     model.check(federation.records)
-    planned = calibrated(recipe, federation, model.layout)
+    planned = calibrated(recipe, federation)
     plain = to_json(recipe) | {
         "name": recipe.name,
         "sigma": planned.mechanism.sigma,
@@ -152,7 +149,7 @@ def _rounds(recipe: Recipe, record: RunRecord, engine: Engine, job: Job) -> Iter
     algorithm, layout = recipe.algorithm, job.model.layout
     device = recipe.engine.torch_device()
     theta0 = job.model.theta0().to(device)
-    s, first, dry = algorithm.server_init(theta0, layout), 0, dry_round(algorithm, layout, recipe.local_steps)
+    s, first, dry = algorithm.server_init(theta0, layout), 0, dry_round(algorithm, recipe.local_steps)
     stored = record.restore()
     if stored is not None:
         first, tensors = stored
@@ -160,15 +157,20 @@ def _rounds(recipe: Recipe, record: RunRecord, engine: Engine, job: Job) -> Iter
         s = like(s, {name.removeprefix("s."): v for name, v in tensors.items() if name.startswith("s.")})
         engine.memory.update(_memory(dry.memory, tensors))
     record.rewind(first)
+    spent = Ledger()  # the record's may know already of rounds that are done again
+    spent.post(receipt for receipt in record.ledger if receipt.t < first)
     since, cost = time.monotonic(), 0.0
     for t in range(first, recipe.rounds):
         began = time.monotonic()
         cohort = job.federation.cohort(recipe.seed, t, recipe.cohort)
         plan = [Receipt(i, t, planned_events(recipe.mechanism, job.federation.sizes[i], dry)) for i in cohort]
         record.charge(plan)
+        spent.post(plan)
         scale = schedule_scale(recipe.schedule, t, recipe.rounds, recipe.warmup)
         shrinkage = sum(weight**2 for weight in client_weights(job, cohort))
-        now = Round(t, scale, recipe.local_steps, layout, shrinkage)
+        participation = len(cohort) / len(job.federation.clients)
+        now = Round(t, scale, recipe.local_steps, layout, shrinkage, participation)
+        bytes_down = num_bytes(s)
         upload, receipts = engine.train(now, s, cohort)
         if sorted(receipts) != plan:
             raise RuntimeError(f"round {t}: the engine spent other events than were charged; nothing of it is released")
@@ -178,11 +180,11 @@ def _rounds(recipe: Recipe, record: RunRecord, engine: Engine, job: Job) -> Iter
                 f"algorithm.lr: the parameters became NaN or Inf in round {t}; the learning rate is too large. Lower it and "
                 f"start again. The rows until then are in {record.path}."
             )
-        row: Row = {"t": t, "clients": len(cohort), "bytes_down": dry.bytes_down, "bytes_up": dry.bytes_up}
+        row: Row = {"t": t, "clients": len(cohort), "bytes_down": bytes_down, "bytes_up": num_bytes(upload)}
         if (t + 1) % recipe.evaluate_every == 0 or t == recipe.rounds - 1:
             if job.federation.test is not None:
                 row |= job.model.evaluate(s.theta, job.federation.test)
-            row["epsilon"] = record.ledger.epsilon(recipe.delta)
+            row["epsilon"] = spent.epsilon(recipe.delta)
         row["seconds"] = round(time.monotonic() - began, 4)
         record.append(row)
         if t == recipe.rounds - 1 or time.monotonic() - since > 20 * cost:

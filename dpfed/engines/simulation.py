@@ -56,9 +56,7 @@ class Simulation:
         except RuntimeError as error:
             raise InputError(f"engine.device: {name!r} is not a device. Use auto, cpu, cuda or cuda:1.") from error
         if device.type == "cuda" and not torch.cuda.is_available():
-            raise InputError(
-                f"engine.device: {name!r} was asked for, but torch finds no GPU here. Use --engine.device cpu."
-            )
+            raise InputError(f"engine.device: {name!r} was asked for, but torch finds no GPU here. Use --engine.device cpu.")
         return device
 
 
@@ -81,7 +79,7 @@ class SimulationEngine:
         return total, receipts
 
     def _chunks(self) -> tuple[int, int]:
-        """How many clients, and how many records of each, are in flight at once: from the memory that per-record gradients take."""
+        """How many clients, and how many records of each, are in flight at once: by the memory of their gradients."""
         if self.memory_gib is not None:
             budget = self.memory_gib * 2**30
         elif self.device.type == "cuda":
@@ -115,9 +113,7 @@ def train_clients(
         def noise(draw: int, query: int) -> Tensor:
             keys = [(t.index, i, k, draw, query) for i in clients]
             draws = [data.generator(job.seed, "noise", *numbers, device=device) for numbers in keys]
-            return torch.stack(
-                [torch.randn(s.theta.shape, generator=g, dtype=s.theta.dtype, device=device) for g in draws]
-            )
+            return torch.stack([torch.randn(s.theta.shape, generator=g, dtype=s.theta.dtype, device=device) for g in draws])
 
         gradients.append(PrivateGradient(job.model.loss, batch, noise, sizes, job.mechanism))
         return gradients[-1]

@@ -1,0 +1,54 @@
+"""The seam of deployments: state and uploads travel as bytes, replies come in any order, and nothing changes, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from safetensors.torch import load, save
+
+from dpfed import algorithms
+from dpfed.algorithm import Round, Tree, leaves, like, weighted_sum
+from dpfed.engines.simulation import Job, client_weights, train_clients
+from dpfed.ledger import Event, Receipt
+from tests.paper.world import MECHANISMS, job, trained
+
+
+def to_bytes(tree: Tree) -> bytes:
+    return save({name: vector.contiguous() for name, vector in leaves(tree)})
+
+
+class Loopback:
+    """Every client a stranger: it has the job and its own memory, and hears and answers in bytes."""
+
+    def __init__(self, work: Job) -> None:
+        self.job, self.memory = work, dict[int, Tree]()
+
+    def train(self, t: Round, s: Tree, cohort: list[int]) -> tuple[Tree, list[Receipt]]:
+        message = to_bytes(s)
+        replies = {i: self.answer(t, s, message, i) for i in reversed(cohort)}
+        uploads = [like(replies[i][0], load(replies[i][1])) for i in cohort]
+        receipts = [
+            Receipt(i, t.index, type(replies[i][2].events)({Event.from_json(e): n for e, n in plain}))
+            for i, plain in ((i, [(e.to_json(), n) for e, n in replies[i][2].events.items()]) for i in cohort)
+        ]
+        return weighted_sum(zip(client_weights(self.job, cohort), uploads, strict=True)), receipts
+
+    def answer(self, t: Round, structure: Tree, message: bytes, i: int) -> tuple[Tree, bytes, Receipt]:
+        uploads, memory, receipts = train_clients(self.job, t, like(structure, load(message)), [i], self.memory)
+        self.memory |= memory
+        return uploads[0], to_bytes(uploads[0]), receipts[0]
+
+
+ONE_STEP = {"SGD", "Adam", "AdamBC", "AdamW", "AdamWBC", "MicroAdam"}
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("name", algorithms.__all__)
+def test_loopback_equals_the_simulation_bit_for_bit(name: str, mechanism: str) -> None:
+    work = job(getattr(algorithms, name)(), MECHANISMS[mechanism])
+    num_steps = 1 if name in ONE_STEP else 4
+    simulated: list[Any] = trained(work, num_steps)
+    travelled: list[Any] = trained(work, num_steps, engine=Loopback)
+    for here, there in zip(simulated, travelled, strict=True):
+        assert {n: v.numpy().tobytes() for n, v in leaves(here)} == {n: v.numpy().tobytes() for n, v in leaves(there)}
