@@ -235,7 +235,7 @@ def _concrete(value: Any) -> type[Any]:
         inner = getattr(value, field.name)
         fields.append((field.name, type(inner) if dataclasses.is_dataclass(inner) else hints[field.name]))
     made = dataclasses.make_dataclass(type(value).__name__, fields, frozen=True)
-    made.__doc__ = type(value).__doc__
+    made.__doc__ = type(value).__doc__  # its Args become the help
     return made
 
 
@@ -300,13 +300,15 @@ def _show(records: list[Any], figure_path: Path) -> None:
     console = Console(highlight=False)
     console.print()
     console.print(table(records))
-    figure(records, figure_path)
+    if drawn := any("accuracy" in row for record in records for row in record.rows):
+        figure(records, figure_path)
     statements: dict[str, list[str]] = {}
     for record in records:
         statements.setdefault(record.statement(), []).append(record.recipe["name"])
     for statement, names in statements.items():
         console.print(Panel(statement, title=f"Privacy: {', '.join(names)}", title_align="left", border_style="green"))
-    console.print(f"Figure   {figure_path}")
+    if drawn:
+        console.print(f"Figure   {figure_path}")
     for record in records:
         console.print(f"Record   {record.path}")
 

@@ -94,7 +94,7 @@ class Layout:
     def views(self, theta: Tensor) -> dict[str, Tensor]:
         """The tensors inside ``theta``, by name, without a copy. Works on ``[d]`` and on ``[S, d]``."""
         pieces = theta.split(self.sizes, dim=-1)
-        return {part.name: p.reshape(*p.shape[:-1], *part.shape) for part, p in zip(self.parts, pieces, strict=True)}
+        return {part.name: p.reshape((*p.shape[:-1], *part.shape)) for part, p in zip(self.parts, pieces, strict=True)}
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The inverse of ``views`` for single tensors."""

@@ -47,8 +47,12 @@ class Mechanism(Protocol):
 class Gaussian:
     """Clip every record's gradient to L2 norm ``clip``, add noise of standard deviation ``sigma * clip`` to the sum.
 
-    Give ``sigma``, or the ``epsilon`` that the whole run may cost: sigma is then calibrated before the run for the client
-    that takes part most often. ``batch_size`` is the expected one; a client with fewer records uses all of them (rate 1).
+    Args:
+        epsilon: what the whole run may cost; sigma is then calibrated for the client that spends most.
+        sigma: the noise multiplier itself; give this or epsilon (--mechanism.epsilon None --mechanism.sigma 1).
+        clip: the norm to which every record's gradient is clipped (C).
+        batch_size: the expected size of a batch (B); a client with fewer records uses all of them, at rate 1.
+        sampling: poisson (neighbours add or remove a record) or fixed (neighbours replace one; costs much more).
     """
 
     epsilon: float | None = None
@@ -59,9 +63,7 @@ class Gaussian:
 
     def __post_init__(self) -> None:
         if (self.epsilon is None) == (self.sigma is None):
-            raise InputError(
-                "mechanism: give either epsilon (sigma is then calibrated) or sigma, not both and not neither."
-            )
+            raise InputError("mechanism: give either epsilon (sigma is then calibrated) or sigma, not both and not neither.")
         if self.epsilon is not None and not 0 < self.epsilon < math.inf:
             raise InputError(f"mechanism.epsilon: must be a finite number above 0, got {self.epsilon}.")
         if self.sigma is not None and not 0 <= self.sigma < math.inf:
@@ -76,7 +78,12 @@ class Gaussian:
 
 @dataclass(frozen=True)
 class Plain:
-    """No clipping and no noise: the mean gradient of the batch. The ledger says epsilon = inf."""
+    """No clipping and no noise: the mean gradient of the batch. The ledger says epsilon = inf.
+
+    Args:
+        batch_size: records in a batch (B).
+        sampling: fixed: exactly B of them; poisson: B on average.
+    """
 
     batch_size: int = 64
     sampling: Sampling = "fixed"
@@ -124,8 +131,8 @@ class Part(NamedTuple):
 class PrivateGradient:
     """The gradient of one local step of S clients, as a function of ``theta``: the algorithms' only view of the data.
 
-    ``noise_var`` is the public variance (sigma C / B)^2 of every coordinate, one row a client. ``grad(theta, draw=1)`` asks for a
-    further, independent batch of the same step. ``queries`` counts the calls by draw; the ledger charges what was counted.
+    ``noise_var`` is the public variance (sigma C / B)^2 of every coordinate, one row a client. ``grad(theta, draw=1)`` asks
+    for a further, independent batch of the same step. ``queries`` counts the calls by draw; what was counted is charged.
     """
 
     def __init__(
@@ -188,9 +195,9 @@ def plain_sum(loss: Loss, points: Points, examples: Records, mask: Tensor) -> Te
     """``[S, d]``: the sum of the gradients without clipping, never materialised per record. Not private."""
 
     def total(theta: Tensor, examples: Records, mask: Tensor) -> Tensor:
-        losses = cast(Tensor, vmap(loss, in_dims=(None, 0))(theta, examples))
+        losses = vmap(loss, in_dims=(None, 0))(theta, examples)
         return torch.where(mask, losses, 0).sum()
 
     with torch.no_grad():
-        sums = [factor * cast(Tensor, vmap(grad(total))(theta, examples, mask)) for factor, theta in points]
-        return sum(sums[1:], start=sums[0])
+        sums = [factor * vmap(grad(total))(theta, examples, mask) for factor, theta in points]
+        return torch.stack(sums).sum(0)

@@ -25,8 +25,20 @@ class AnyTask(Protocol):
 class Recipe:
     """One run: a task, an algorithm, a mechanism, and the federated schedule.
 
-    ``rounds`` of ``local_steps`` each, with ``cohort`` clients a round. ``delta`` belongs to epsilon and should be well below one
-    over the number of records. ``weighting`` of the uploads is uniform or by the clients' (public) sizes.
+    Args:
+        task: the model and who holds which records.
+        algorithm: what clients and server compute.
+        mechanism: what makes the gradients private.
+        rounds: how often the server averages (T).
+        local_steps: gradient steps of a client between two averages (K).
+        cohort: clients that train in a round, drawn afresh every round (S).
+        seed: keys every random draw: start, partition, cohorts, batches, noise.
+        delta: the probability with which epsilon may fail; well below one over the number of records.
+        schedule: of the learning rate over the rounds.
+        warmup: rounds in which the learning rate first rises.
+        weighting: of the uploads: all alike, or by the clients' (public) numbers of records.
+        evaluate_every: rounds between two looks at the test records.
+        engine: where the clients train.
     """
 
     task: AnyTask
@@ -50,9 +62,7 @@ class Recipe:
         if not 0 <= self.warmup <= self.rounds:
             raise InputError(f"warmup: must lie between 0 and the {self.rounds} rounds, got {self.warmup}.")
         if not 0 < self.delta < 1:
-            raise InputError(
-                f"delta: must lie between 0 and 1, got {self.delta}. 1e-5 is usual for up to 10,000 records."
-            )
+            raise InputError(f"delta: must lie between 0 and 1, got {self.delta}. 1e-5 is usual for up to 10,000 records.")
 
     @property
     def name(self) -> str:
@@ -80,14 +90,15 @@ def from_json(plain: Any) -> Any:
     module, _, name = str(fields.get("type", "")).partition(":")
     if not module.startswith("dpfed.") or any("opaque" in part for part in _dicts(fields)):
         raise InputError(
-            "recipe: it holds a model, data or a class of your own, which a file cannot bring back. Resume it from Python, with "
-            "the same objects: dpfed.run(recipe, out='that folder', resume=True)."
+            "recipe: it holds a model, data or a class of your own, which a file cannot bring back. Resume it from Python, "
+            "with the same objects: dpfed.run(recipe, out='that folder', resume=True)."
         )
     try:
         kind = getattr(importlib.import_module(module), name)
         if not dataclasses.is_dataclass(kind):
             raise AttributeError(name)
-        return kind(**{key: from_json(value) for key, value in fields.items() if key != "type"})
+        made: Any = kind
+        return made(**{key: from_json(value) for key, value in fields.items() if key != "type"})
     except (ImportError, AttributeError, TypeError) as error:
         raise InputError(
             f"recipe: '{module}:{name}' cannot be rebuilt ({error}). Was the run made by another version?"

@@ -81,9 +81,7 @@ class RunRecord:
         self._release: weakref.finalize[..., RunRecord] | None = None
         if not (self.path / LEDGER).is_file():
             raise InputError(f"{self.path}: there is no run here ({LEDGER} is missing). Name the folder of a run.")
-        self.recipe, self.environment = (
-            _parse(_read(self.path / name), self.path / name) for name in (RECIPE, ENVIRONMENT)
-        )
+        self.recipe, self.environment = (_parse(_read(self.path / name), self.path / name) for name in (RECIPE, ENVIRONMENT))
         for where, row in self._lines(ROWS):
             self.rows.append(self._checked(row, where))
         for where, line in self._lines(LEDGER):
@@ -97,9 +95,7 @@ class RunRecord:
             except (KeyError, TypeError, ValueError) as error:
                 raise InputError(f"{where}: this is no charge ({error}). Put the file back as it was.") from error
         if math.isnan(self.delta):
-            raise InputError(
-                f"{self.path / LEDGER}: its first line, the delta, is missing. Put the file back as it was."
-            )
+            raise InputError(f"{self.path / LEDGER}: its first line, the delta, is missing. Put the file back as it was.")
 
     @classmethod
     def open(cls, path: str | Path) -> RunRecord:
@@ -107,9 +103,7 @@ class RunRecord:
         return cls(path)
 
     @classmethod
-    def create(
-        cls, path: str | Path, recipe: Mapping[str, Any], environment: Mapping[str, Any], delta: float
-    ) -> RunRecord:
+    def create(cls, path: str | Path, recipe: Mapping[str, Any], environment: Mapping[str, Any], delta: float) -> RunRecord:
         """Begin a run in a new or an empty folder. Where that cannot be done, nothing is left behind."""
         path, texts = Path(path), {RECIPE: _dump(recipe, RECIPE, 2), ENVIRONMENT: _dump(environment, ENVIRONMENT, 2)}
         texts[LEDGER] = _dump({"delta": delta}, LEDGER)  # the last one: it makes the folder a run
@@ -142,9 +136,7 @@ class RunRecord:
         """Write down what a round spends, before any of it is released. What is there already is not written again."""
         receipts = list(receipts)
         self._own()
-        self.ledger.post(
-            receipts
-        )  # refuses contradictions; when the disk then fails, it is ahead of the file, never behind
+        self.ledger.post(receipts)  # refuses contradictions; when the disk then fails, it is ahead of the file, never behind
         fresh = {(client, t): events for client, t, events in receipts if (client, t) not in self._charged}
         plain = {key: [[event.to_json(), count] for event, count in events.items()] for key, events in fresh.items()}
         self._append(LEDGER, [{"client": client, "t": t, "events": events} for (client, t), events in plain.items()])
@@ -171,22 +163,20 @@ class RunRecord:
 
     def checkpoint(self, tensors: Mapping[str, Tensor], t: int) -> None:
         """Save the state before round t in place of the last one, whole or not at all."""
-        self._save(CHECKPOINT, tensors, {"t": str(t), "num_charges": str(len(self._charged))})
+        self._save(CHECKPOINT, tensors, {"t": t, "num_charges": len(self._charged)})
 
     def restore(self) -> tuple[int, dict[str, Tensor]] | None:
         """The next round and the state before it, on the CPU; None when there is no checkpoint yet."""
         if not (self.path / CHECKPOINT).exists():
             return None
-        metadata, tensors = self._load(
-            CHECKPOINT, "Delete it to start again from round 0; the ledger keeps every charge."
-        )
-        expected, found = int(metadata["num_charges"]), len(self._charged)
+        metadata, tensors = self._load(CHECKPOINT, "Delete it to start again from round 0; the ledger keeps every charge.")
+        expected, found = metadata["num_charges"], len(self._charged)
         if expected > found:
             raise InputError(
-                f"{self.path / LEDGER}: holds {found} charges, but {CHECKPOINT} was written after {expected}. Put the file "
-                "back as it was; if the run is going on just now, wait for it and open it again."
+                f"{self.path / LEDGER}: holds {found} charges, but {CHECKPOINT} was written after {expected}. Put the "
+                "file back as it was; if the run is going on just now, wait for it and open it again."
             )
-        return int(metadata["t"]), tensors
+        return metadata["t"], tensors
 
     def save_model(self, tensors: Mapping[str, Tensor]) -> None:
         """Save the final weights. This ends the run."""
@@ -266,22 +256,21 @@ class RunRecord:
             raise InputError(f"{where}: t must be a whole number above {last}, the last row's; got {row.get('t')!r}.")
         return row
 
-    def _save(self, name: str, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    def _save(self, name: str, tensors: Mapping[str, Tensor], metadata: dict[str, Any]) -> None:
         self._own()
-        plain = {
-            key: value.detach().cpu().clone(memory_format=torch.contiguous_format) for key, value in tensors.items()
-        }
+        plain = {key: value.detach().cpu().clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}
         metadata = {"file": name, "recipe": self._fingerprint(), **metadata}
-        self._put(name, save_tensors(plain, {**metadata, "checksum": _checksum(plain, metadata)}))
+        metadata["checksum"] = _checksum(plain, metadata)
+        self._put(name, save_tensors(plain, {"dpfed": json.dumps(metadata)}))  # one text: safetensors shuffles several
 
-    def _load(self, name: str, remedy: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    def _load(self, name: str, remedy: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         try:
             data = _read(self.path / name)
             tensors = load_tensors(data)
             header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-            metadata = cast(dict[str, str], header.get("__metadata__", {}))
+            metadata = dict(json.loads(header.get("__metadata__", {}).get("dpfed", "{}")))
             intact = metadata.pop("checksum", None) == _checksum(tensors, metadata)
-        except (SafetensorError, KeyError, ValueError) as error:
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
             raise InputError(f"{self.path / name}: cannot be read ({error}). {remedy}") from error
         if not intact:
             raise InputError(f"{self.path / name}: the checksum does not match: damaged, or not from dpfed. {remedy}")
@@ -398,7 +387,7 @@ def _leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> str:
     digest = hashlib.blake2b(json.dumps(metadata, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())

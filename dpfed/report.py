@@ -142,39 +142,44 @@ def table_text(records: Iterable[Run]) -> str:
 
 def figure(records: Iterable[Run], path: str | Path) -> Path:
     """Accuracy over the rounds, and for the epsilon spent so far: two panels in one PNG, SVG or PDF."""
-    matplotlib, drawing, ticks = map(import_module, ("matplotlib", "matplotlib.figure", "matplotlib.ticker"))
     path, found = Path(path), [method for method in methods(records) if method.curve("t")]
     if path.suffix not in METADATA:
         raise InputError(f"figure: ends in {', '.join(METADATA)}, got {path.name!r}. Change the ending.")
     if not found:
         raise InputError("figure: no run has an accuracy in its rows yet. Wait for the first round that is evaluated.")
-    private = [method for method in found if math.isfinite(method.epsilon)]
-    budgets = [method.epsilon for method in private if method.epsilon > 0]
-    with matplotlib.rc_context(STYLE):
-        page = drawing.Figure(figsize=(11, max(4.2, 1.6 + 0.25 * len(found))))
-        left, right = panels = page.subplots(1, 2, sharey=True)
-        for method in found:
-            colour = COLOURS[private.index(method) % len(COLOURS)] if method in private else MUTED
-            _draw(left, method, "t", colour, method.name)
-            exposed = "without privacy" if len(found) == len(private) + 1 else f"{method.name} without privacy"
-            _draw(right, method, "epsilon", colour, method.name if method in private else exposed)
-        left.set(title="Accuracy over the rounds", xlabel="rounds", xlim=(0, None))
-        left.xaxis.set_major_locator(ticks.MaxNLocator(6, integer=True))
-        left.yaxis.set_major_formatter(ticks.PercentFormatter(decimals=0))
-        right.set(title="Accuracy for the privacy spent", xlabel="ε spent so far")
-        if not private:
-            right.set(xticks=(), xlabel="no run with a finite ε")
-        elif budgets and max(budgets) > 5 * min(budgets):
-            right.set_xscale("log")
-            right.xaxis.set_major_formatter("{x:g}")
-        else:
-            right.set_xlim(0, None)
-        _label_ends(page, panels)
+    with import_module("matplotlib").rc_context(STYLE):
+        page = _page(found)
         try:
             page.savefig(path, metadata=METADATA[path.suffix])
         except OSError as error:
             raise InputError(f"{path}: cannot be written ({error.strerror}). Name another place for it.") from error
     return path
+
+
+def _page(found: Sequence[Method]) -> Any:
+    drawing, ticks = import_module("matplotlib.figure"), import_module("matplotlib.ticker")
+    private = [method for method in found if math.isfinite(method.epsilon)]
+    budgets = [method.epsilon for method in private if method.epsilon > 0]
+    page = drawing.Figure(figsize=(11, max(4.2, 1.6 + 0.25 * len(found))))
+    left, right = panels = page.subplots(1, 2, sharey=True)
+    for method in found:
+        colour = COLOURS[private.index(method) % len(COLOURS)] if method in private else MUTED
+        exposed = "without privacy" if len(found) == len(private) + 1 else f"{method.name} without privacy"
+        _draw(left, method, "t", colour, method.name)
+        _draw(right, method, "epsilon", colour, method.name if method in private else exposed)
+    left.set(title="Accuracy over the rounds", xlabel="rounds", xlim=(0, None))
+    left.xaxis.set_major_locator(ticks.MaxNLocator(6, integer=True))
+    left.yaxis.set_major_formatter(ticks.PercentFormatter(decimals=0))
+    right.set(title="Accuracy for the privacy spent", xlabel="ε spent so far")
+    if not private:
+        right.set(xticks=(), xlabel="no run with a finite ε")
+    elif budgets and max(budgets) > 5 * min(budgets):
+        right.set_xscale("log")
+        right.xaxis.set_major_formatter("{x:g}")
+    else:
+        right.set_xlim(0, None)
+    _label_ends(page, panels)
+    return page
 
 
 def _draw(axes: Any, method: Method, key: str, colour: str, label: str) -> None:

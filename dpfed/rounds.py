@@ -146,6 +146,13 @@ def begin(
 
 
 def _rounds(recipe: Recipe, record: RunRecord, engine: Engine, job: Job) -> Iterator[Row]:
+    try:
+        yield from _training(recipe, record, engine, job)
+    finally:
+        record.close()  # also when nobody draws the rest of the rows
+
+
+def _training(recipe: Recipe, record: RunRecord, engine: Engine, job: Job) -> Iterator[Row]:
     algorithm, layout = recipe.algorithm, job.model.layout
     device = recipe.engine.torch_device()
     theta0 = job.model.theta0().to(device)
@@ -193,7 +200,8 @@ def _rounds(recipe: Recipe, record: RunRecord, engine: Engine, job: Job) -> Iter
             record.checkpoint(state | memory_tensors(engine.memory), t + 1)
             cost = time.monotonic() - since
         yield row
-    record.save_model(job.model.layout.views(s.theta))
+    if not record.finished:
+        record.save_model(job.model.layout.views(s.theta))
 
 
 def _memory(structure: Tree, tensors: dict[str, Tensor]) -> dict[int, Tree]:

@@ -40,8 +40,12 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Simulation:
-    """``device``: "auto" takes a GPU where there is one. ``memory_gib``: for the gradients in flight; by default half of the
-    GPU's free memory, or a size that keeps a CPU's caches warm. Neither changes what is computed."""
+    """A cohort as a matrix on one device.
+
+    Args:
+        device: auto takes a GPU where there is one; or cpu, cuda, cuda:1.
+        memory_gib: for the gradients in flight; by default half of a GPU's free memory, or what suits a CPU's caches.
+    """
 
     device: str = "auto"
     memory_gib: float | None = None

@@ -12,7 +12,10 @@ from dpfed.flat import Criterion, FlatModel, cross_entropy
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A torch module and a federation. ``criterion(output, target)`` is the loss of a batch; accuracy is reported for the default."""
+    """A torch module and a federation. ``criterion(output, target)`` is the loss of a batch.
+
+    The module is moved to the engine's device, and its parameters are only read. Accuracy is reported for cross entropy.
+    """
 
     model: nn.Module
     federation: Federation

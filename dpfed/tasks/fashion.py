@@ -16,7 +16,14 @@ from dpfed.flat import FlatModel, Records
 
 @dataclass(frozen=True)
 class FashionMini:
-    """``alpha``: the Dirichlet parameter of the clients' label proportions (small = unlike each other)."""
+    """20,000 training and 2,000 test pictures in a Dirichlet federation.
+
+    Args:
+        num_clients: who share the training pictures.
+        alpha: how unlike their label proportions are: 0.1 very, 100 hardly.
+        model: a softmax regression, or one hidden layer.
+        hidden: width of the hidden layer.
+    """
 
     num_clients: int = 20
     alpha: float = 0.3
