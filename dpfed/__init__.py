@@ -14,7 +14,26 @@
 True
 """
 
-from dpfed.algorithms import FedAdamW, FedAvg, LocalAdamW
+from dpfed.algorithms import (
+    FAFED,
+    SGD,
+    Adam,
+    AdamBC,
+    AdamW,
+    AdamWBC,
+    FedAdamW,
+    FedAvg,
+    FedAvgLS,
+    FedCM,
+    FedLADA,
+    FedOpt,
+    FedProx,
+    FedSAM,
+    LocalAdam,
+    LocalAdamW,
+    MicroAdam,
+    Scaffold,
+)
 from dpfed.data import Federation, by_user, dirichlet, from_clients, iid, shards
 from dpfed.engines.simulation import Simulation
 from dpfed.errors import InputError
@@ -28,21 +47,36 @@ from dpfed.rounds import run
 from dpfed.tasks import FashionMini, Task
 
 __all__ = [
+    "FAFED",
+    "SGD",
+    "Adam",
+    "AdamBC",
+    "AdamW",
+    "AdamWBC",
     "Event",
     "FashionMini",
     "FedAdamW",
     "FedAvg",
+    "FedAvgLS",
+    "FedCM",
+    "FedLADA",
+    "FedOpt",
+    "FedProx",
+    "FedSAM",
     "Federation",
     "FlatModel",
     "Gaussian",
     "InputError",
     "Layout",
     "Ledger",
+    "LocalAdam",
     "LocalAdamW",
+    "MicroAdam",
     "Plain",
     "Receipt",
     "Recipe",
     "RunRecord",
+    "Scaffold",
     "Simulation",
     "Task",
     "by_user",

@@ -7,44 +7,50 @@ A federated algorithm in full, as small as one can be::
         lr: float = 0.1
 
         def server_init(self, theta, layout):
-            return Server(theta)
+            return Weights(theta)
 
         def client_init(self, s, memory, t):
-            return Local(s.theta)
+            return Weights(s.theta)
 
         def local_step(self, x, s, grad, t, k):
-            return Local(x.theta - self.lr * t.scale * grad(x.theta))
+            return Weights(x.theta - self.lr * t.scale * grad(x.theta))
 
         def upload(self, x, s, memory, t):
-            return Upload(x.theta - s.theta), None
+            return Delta(x.theta - s.theta), None
 
         def server_step(self, s, u, t):
-            return Server(s.theta + u.delta)
+            return Weights(s.theta + u.delta)
 
-``Server``, ``Local`` and ``Upload`` are NamedTuples of vectors. Everything is written on the last axis: ``s.theta`` may be
-``[d]`` or a matrix ``[S, d]`` with one row per client, and a lone number is a vector of length 1. The algorithm sees no data and
-no raw gradient, draws no noise, owns no loop, and its uploads are only ever averaged.
+``Weights`` and ``Delta`` are NamedTuples of vectors; an algorithm that keeps or sends more brings its own. Everything is
+written on the last axis: ``s.theta`` may be ``[d]`` or a matrix ``[S, d]`` with one row per client, and a lone number is a
+vector of length 1. The algorithm sees no data and no raw gradient, draws no noise, owns no loop, and its uploads are only ever
+averaged.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from dpfed.errors import InputError
 from dpfed.flat import Layout
 
 Tree = Any
 """A NamedTuple of vectors (or of such NamedTuples), or None."""
 
 
-class Round(NamedTuple):
+@dataclass(frozen=True)
+class Round:
     """A round as everybody sees it: its number, the schedule's factor on the learning rate, K, and the public map of theta.
 
     ``shrinkage`` is the sum of the squared weights of the mean: by so much averaging shrinks the variance of independent noise
-    (1 / S for equal weights).
+    (1 / S for equal weights). ``participation`` is the cohort's share of all clients (S / N).
     """
 
     index: int
@@ -52,6 +58,26 @@ class Round(NamedTuple):
     num_steps: int
     layout: Layout
     shrinkage: float = 1.0
+    participation: float = 1.0
+
+
+class Weights(NamedTuple):
+    """The state of those who keep nothing else: the server of FedAvg, its clients."""
+
+    theta: Tensor
+
+
+class Delta(NamedTuple):
+    """The upload of those who send nothing else."""
+
+    delta: Tensor
+
+
+class Release(NamedTuple):
+    """The upload where the server does the stepping: the private gradient of one step, and the variance of its noise."""
+
+    gradient: Tensor
+    phi: Tensor
 
 
 class Gradient(Protocol):
@@ -70,6 +96,15 @@ class Algorithm(Protocol):
     def local_step(self, x: Any, s: Any, grad: Gradient, t: Round, k: int) -> Any: ...
     def upload(self, x: Any, s: Any, memory: Any, t: Round) -> tuple[Any, Any]: ...
     def server_step(self, s: Any, u: Any, t: Round) -> Any: ...
+
+
+def require_one_step(t: Round) -> None:
+    """For the centralised algorithms: where the server steps, a client has nothing to take a second step with."""
+    if t.num_steps != 1:
+        raise InputError(
+            f"local_steps: must be 1 for a centralised algorithm, got {t.num_steps}. Its clients upload the gradient of one "
+            "step, and the server steps. Set local_steps=1, or take a federated algorithm such as FedAdamW."
+        )
 
 
 def client_round(
@@ -102,8 +137,12 @@ def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def like(tree: Tree, vectors: dict[str, Tensor]) -> Tree:
     """The inverse of ``leaves``: the structure of ``tree`` with the named vectors."""
-    names = iter([name for name, _ in leaves(tree)])
-    return tree_map(lambda _: vectors[next(names)], tree)
+    named = iter([vectors[name] for name, _ in leaves(tree)])
+
+    def take(_: Tensor) -> Tensor:
+        return next(named)
+
+    return tree_map(take, tree)
 
 
 def num_bytes(tree: Tree) -> int:
@@ -113,16 +152,17 @@ def num_bytes(tree: Tree) -> int:
 def rows(tree: Tree, num_clients: int) -> list[Tree]:
     """A cohort's matrices, client by client. What is the same for all clients may lack the first axis."""
 
-    def row(i: int) -> Tree:
-        return tree_map(lambda x: x.expand(num_clients, x.shape[-1])[i], tree)
+    def matrix(vector: Tensor) -> Tensor:
+        return vector.expand(num_clients, vector.shape[-1])
 
-    return [row(i) for i in range(num_clients)]
+    full = tree_map(matrix, tree)
+    return [tree_map(operator.itemgetter(i), full) for i in range(num_clients)]
 
 
 def weighted_sum(weighted: Iterable[tuple[float, Tree]], start: Tree = None) -> Tree:
     """Sum of weight times upload, strictly in the order given: every engine sums in client order, to the same bits."""
     total = start
     for weight, tree in weighted:
-        scaled = tree_map(lambda x, w=weight: w * x, tree)
+        scaled = tree_map(partial(torch.mul, other=weight), tree)
         total = scaled if total is None else tree_map(torch.add, total, scaled)
     return total

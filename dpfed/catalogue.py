@@ -13,6 +13,8 @@ from dpfed.tasks import FashionMini
 
 TASKS: dict[str, Callable[[], Any]] = {"fashion": FashionMini}
 LEARNING_RATES = {"FedAvg": 0.3, "LocalAdamW": 0.003, "FedAdamW": 0.003}
+CENTRALISED = {"SGD": 2.0, "Adam": 0.03, "AdamBC": 0.01, "AdamW": 0.03, "AdamWBC": 0.01, "MicroAdam": 0.03}
+"""Learning rates of the algorithms whose server steps: a round is one local step, so they take five times the rounds."""
 
 
 def methods() -> list[str]:
@@ -31,9 +33,11 @@ def named_recipe(name: str) -> Recipe:
     if task not in TASKS or method not in methods():
         raise InputError(f"recipe: there is no '{name}'. `dpfed list` shows the recipes.")
     kind = method.removeprefix("DP-")
-    algorithm = getattr(algorithms, kind)(lr=LEARNING_RATES[kind])
+    algorithm = getattr(algorithms, kind)(lr=(LEARNING_RATES | CENTRALISED)[kind])
     mechanism = Gaussian(epsilon=8.0, clip=1.0, batch_size=256) if method.startswith("DP-") else Plain(batch_size=256)
-    return Recipe(TASKS[task](), algorithm, mechanism, rounds=40, local_steps=5, cohort=10)
+    steps = 1 if kind in CENTRALISED else 5
+    rounds, evaluate_every = 200 // steps, 5 // steps
+    return Recipe(TASKS[task](), algorithm, mechanism, rounds, steps, cohort=10, evaluate_every=evaluate_every)
 
 
 def recipes(name: str) -> list[Recipe]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 Schedule = Literal["cosine", "constant", "linear"]
+Number = TypeVar("Number", Tensor, float)
 
 
 def schedule_scale(schedule: Schedule, t: int, num_rounds: int, num_warmup: int = 0) -> float:
@@ -38,6 +41,11 @@ class Moment(NamedTuple):
     value: Tensor
     weight: Tensor
 
+    @property
+    def mean(self) -> Tensor:
+        """The average without the bias of its beginning at zero: m_hat and v_hat in the papers."""
+        return self.value / self.weight
+
 
 def no_moment(like: Tensor) -> Moment:
     """Nothing averaged yet."""
@@ -49,7 +57,7 @@ def push(moment: Moment, new: Tensor, beta: float) -> Moment:
     return Moment(ema(moment.value, new, beta), beta * moment.weight + (1 - beta))
 
 
-def ema(old: Tensor, new: Tensor, beta: float) -> Tensor:
+def ema(old: Number, new: Number, beta: float) -> Number:
     return beta * old + (1 - beta) * new
 
 
@@ -61,6 +69,126 @@ def debiased(second: Tensor, noise_var: Tensor, *, floor_abs: float, floor_rel: 
     return torch.maximum(second - noise_var, (floor_rel * noise_var).clamp(min=floor_abs))
 
 
+def mean_direction(delta: Tensor, lr: float, num_steps: int, otherwise: Tensor) -> Tensor:
+    """The mean direction of ``num_steps`` steps of size ``lr`` that moved by ``delta``; ``otherwise`` where none has a length.
+
+    >>> mean_direction(torch.tensor([-0.6, 0.0]), 0.1, 3, otherwise=torch.zeros(2))
+    tensor([2., -0.])
+    """
+    return -delta / (num_steps * lr) if lr else otherwise
+
+
+def laplacian_smooth(x: Tensor, sigma: float) -> Tensor:
+    """``(I - sigma L)^-1 x`` with L the Laplacian of a ring: keeps the mean, damps what changes from neighbour to neighbour.
+
+    >>> laplacian_smooth(torch.tensor([1.0, 0, 0, 0, 0]).double(), sigma=1.0).numpy().round(6).tolist()
+    [0.454545, 0.181818, 0.090909, 0.090909, 0.181818]
+
+    Fewer than three numbers have no neighbours on two sides, and stay as they are.
+    """
+    n = x.shape[-1]
+    if n < 3:
+        return x
+    frequencies = 2 * math.pi / n * torch.arange(n // 2 + 1, device=x.device, dtype=x.dtype)
+    return torch.fft.irfft(torch.fft.rfft(x) / (1 + 2 * sigma * (1 - frequencies.cos())), n=n)
+
+
+def smooth_tensors(x: Tensor, sizes: Sequence[int], sigma: float) -> Tensor:
+    """Every tensor inside ``x`` is a ring of its own."""
+    return torch.cat([laplacian_smooth(tensor, sigma) for tensor in x.split(sizes, dim=-1)], dim=-1)
+
+
 def decayed(theta: Tensor, lr: float, weight_decay: float) -> Tensor:
     """Decoupled weight decay: the parameters shrink. (The papers print the sign that makes them grow.)"""
     return (1 - lr * weight_decay) * theta
+
+
+class Quantised(NamedTuple):
+    """A vector in half a byte a coordinate: two codes of 4 bits to a byte, and the least and greatest value of each block.
+
+    >>> x = torch.tensor([-0.8, -0.35, -0.1, 0.0, 0.05, 0.2, 0.6, 0.7], dtype=torch.float64)
+    >>> packed = quantise(x, sizes=[8], block=8)
+    >>> [f"{byte:02x}" for byte in packed.codes.tolist()]
+    ['05', '78', '9a', 'ef']
+    >>> [round(value, 12) for value in dequantise(packed, [8], 8, x.dtype).tolist()]
+    [-0.8, -0.3, -0.1, 0.0, 0.1, 0.2, 0.6, 0.7]
+    """
+
+    codes: Tensor
+    low: Tensor
+    high: Tensor
+
+
+def quantise(x: Tensor, sizes: Sequence[int], block: int) -> Quantised:
+    """``[d]`` to 16 evenly spaced values a block. Blocks begin anew with every tensor; a constant block has codes 0.
+
+    The last block of a tensor is filled up with its last entry, which changes neither its least nor its greatest value.
+    """
+    pieces = [piece for part in x.split(sizes) for piece in (part, part[-1:].expand(-len(part) % block))]
+    blocks = torch.cat(pieces).view(-1, block)
+    low, high = (end.to(small_dtype(x.dtype)) for end in blocks.aminmax(dim=-1))
+    start, unit = _grid(low, high, x.dtype)
+    codes = ((blocks - start) / unit.masked_fill(unit == 0, math.inf) + 0.5).floor().clamp(0, 15).to(torch.uint8)
+    first, second = codes.view(-1, 2).unbind(-1)
+    return Quantised(first << 4 | second, low, high)
+
+
+def dequantise(packed: Quantised | Tensor, sizes: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
+    """The vector that the codes stand for; one that was never quantised stands for itself."""
+    if isinstance(packed, Tensor):
+        return packed
+    start, unit = _grid(packed.low, packed.high, dtype)
+    codes = torch.stack([packed.codes >> 4, packed.codes & 15], dim=-1).view(-1, block)
+    pieces = (codes * unit + start).view(-1).split([size + -size % block for size in sizes])
+    return torch.cat([piece[:size] for piece, size in zip(pieces, sizes, strict=True)])
+
+
+def _grid(low: Tensor, high: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Where the 16 values of each block start, and how far apart they are."""
+    start = low.to(dtype).unsqueeze(-1)
+    return start, (high.to(dtype).unsqueeze(-1) - start) / 15
+
+
+def small_dtype(dtype: torch.dtype) -> torch.dtype:
+    """How a frugal memory keeps its numbers: in bfloat16, or in float64 where the parameters are float64."""
+    return torch.float64 if dtype == torch.float64 else torch.bfloat16
+
+
+class Ring(NamedTuple):
+    """The last few sparse vectors, one after the other: where their entries stand, and what they are."""
+
+    places: Tensor
+    values: Tensor
+
+
+def num_kept(size: int, density: float) -> int:
+    """How many entries of a tensor make up its top ``density``."""
+    return math.ceil(density * size)
+
+
+def empty_ring(like: Tensor, sizes: Sequence[int], density: float, window: int) -> Ring:
+    """Zeros, which add nothing wherever they stand."""
+    zeros = like.new_zeros(window * sum(num_kept(size, density) for size in sizes))
+    return Ring(zeros.int(), zeros.to(small_dtype(like.dtype)))
+
+
+def move_top(x: Tensor, ring: Ring, slot: int, window: int, sizes: Sequence[int], density: float) -> tuple[Tensor, Ring]:
+    """Moves the largest magnitudes of every tensor in ``x`` into a slot of the ring; zeros stay where they stood."""
+    tensors = zip(accumulate([0, *sizes[:-1]]), x.split(sizes), strict=True)
+    top = [start + part.abs().topk(num_kept(len(part), density), sorted=False).indices for start, part in tensors]
+    where = torch.cat(top)
+    places = ring.places.view(window, -1).select_scatter(where.int(), 0, slot)
+    values = ring.values.view(window, -1).select_scatter(x[where].to(ring.values.dtype), 0, slot)
+    return x.index_fill(0, where, 0), Ring(places.flatten(), values.flatten())
+
+
+def ring_sum(ring: Ring, factors: Sequence[float], power: int, like: Tensor) -> Tensor:
+    """``[d]``: the values to a power, each slot times its factor, added where they stand.
+
+    Slot after slot, and no slot names a place twice: so a GPU, too, adds in the same order each time.
+    """
+    total, num_slots = torch.zeros_like(like), len(factors)
+    values = ring.values.to(like.dtype) ** power
+    for where, what, factor in zip(ring.places.view(num_slots, -1), values.view(num_slots, -1), factors, strict=True):
+        total.index_add_(0, where, what, alpha=factor)
+    return total

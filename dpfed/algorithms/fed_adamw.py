@@ -29,7 +29,7 @@ from torch import Tensor
 
 from dpfed.algorithm import Gradient, Round
 from dpfed.flat import BlockRule, Layout
-from dpfed.pieces import Moment, debiased, decayed, ema, no_moment, push
+from dpfed.pieces import Moment, debiased, decayed, ema, mean_direction, no_moment, push
 
 
 class Server(NamedTuple):
@@ -56,6 +56,21 @@ class Upload(NamedTuple):
 
 @dataclass(frozen=True)
 class FedAdamW:
+    """AdamW on the clients, repaired for federations and for noise.
+
+    Args:
+        gamma: pull of every local step towards the direction of the round before; 0 is none.
+        align: add that direction to the step, or mix it in (convex).
+        aggregate: the moments that clients inherit from the server.
+        blocks: coordinates that share the second moment they inherit.
+        bias_correction: subtract the variance of the noise from the second moment.
+        floor_abs: least value of what is left.
+        floor_rel: the same, as a part of the noise's variance.
+        v_bias_correction: divide by the weight that was averaged, or by 1 - beta2^k as printed (local).
+        v_mode: one second moment per coordinate, or one per block all the time.
+        decay: of the weights, beside the gradient (decoupled, AdamW) or inside of it (coupled, Adam).
+    """
+
     lr: float = 3e-4
     weight_decay: float = 0.01
     beta1: float = 0.9
@@ -97,10 +112,10 @@ class FedAdamW:
         if self.v_mode == "block":
             square = blocks.spread(blocks.mean(square))
         m, v, phi = push(x.m, g, self.beta1), push(x.v, square, self.beta2), ema(x.phi, grad.noise_var, self.beta2)
-        vhat = v.value / v.weight
+        vhat = v.mean
         if self.bias_correction:
             vhat = debiased(vhat, phi / v.weight, floor_abs=self.floor_abs, floor_rel=self.floor_rel)
-        direction = (m.value / m.weight) / (vhat.sqrt() + self.eps)
+        direction = m.mean / (vhat.sqrt() + self.eps)
         own = 1.0 if self.align == "additive" else 1 - self.gamma
         theta = x.theta if self.decay == "coupled" else decayed(x.theta, lr, self.weight_decay)
         return Local(theta - lr * (own * direction + self.gamma * s.direction), m, v, phi)
@@ -111,6 +126,5 @@ class FedAdamW:
         return Upload(x.theta - s.theta, m, v, x.phi), None
 
     def server_step(self, s: Server, u: Upload, t: Round) -> Server:
-        lr = self.lr * t.scale
-        direction = -u.delta / (t.num_steps * lr) if lr else s.direction
+        direction = mean_direction(u.delta, self.lr * t.scale, t.num_steps, otherwise=s.direction)
         return Server(s.theta + u.delta, direction, u.m, u.v, u.phi)

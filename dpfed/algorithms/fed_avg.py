@@ -12,24 +12,11 @@ for; here the threshold is a constant. Weight decay is added after the noise, so
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
-from dpfed.algorithm import Gradient, Round
+from dpfed.algorithm import Delta, Gradient, Round, Weights
 from dpfed.flat import Layout
-
-
-class Server(NamedTuple):
-    theta: Tensor
-
-
-class Local(NamedTuple):
-    theta: Tensor
-
-
-class Upload(NamedTuple):
-    delta: Tensor
 
 
 @dataclass(frozen=True)
@@ -38,17 +25,17 @@ class FedAvg:
     weight_decay: float = 1e-3
     server_lr: float = 1.0
 
-    def server_init(self, theta: Tensor, layout: Layout) -> Server:
-        return Server(theta)
+    def server_init(self, theta: Tensor, layout: Layout) -> Weights:
+        return Weights(theta)
 
-    def client_init(self, s: Server, memory: None, t: Round) -> Local:
-        return Local(s.theta)
+    def client_init(self, s: Weights, memory: None, t: Round) -> Weights:
+        return Weights(s.theta)
 
-    def local_step(self, x: Local, s: Server, grad: Gradient, t: Round, k: int) -> Local:
-        return Local(x.theta - self.lr * t.scale * (grad(x.theta) + self.weight_decay * x.theta))
+    def local_step(self, x: Weights, s: Weights, grad: Gradient, t: Round, k: int) -> Weights:
+        return Weights(x.theta - self.lr * t.scale * (grad(x.theta) + self.weight_decay * x.theta))
 
-    def upload(self, x: Local, s: Server, memory: None, t: Round) -> tuple[Upload, None]:
-        return Upload(x.theta - s.theta), None
+    def upload(self, x: Weights, s: Weights, memory: None, t: Round) -> tuple[Delta, None]:
+        return Delta(x.theta - s.theta), None
 
-    def server_step(self, s: Server, u: Upload, t: Round) -> Server:
-        return Server(s.theta + self.server_lr * u.delta)
+    def server_step(self, s: Weights, u: Delta, t: Round) -> Weights:
+        return Weights(s.theta + self.server_lr * u.delta)

@@ -18,23 +18,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dpfed.algorithm import Gradient, Round
+from dpfed.algorithm import Delta, Gradient, Round, Weights
 from dpfed.flat import Layout
 from dpfed.pieces import Moment, decayed, no_moment, push
-
-
-class Server(NamedTuple):
-    theta: Tensor
 
 
 class Local(NamedTuple):
     theta: Tensor
     m: Moment
     v: Moment
-
-
-class Upload(NamedTuple):
-    delta: Tensor
 
 
 @dataclass(frozen=True)
@@ -45,20 +37,20 @@ class LocalAdamW:
     beta2: float = 0.999
     eps: float = 1e-8
 
-    def server_init(self, theta: Tensor, layout: Layout) -> Server:
-        return Server(theta)
+    def server_init(self, theta: Tensor, layout: Layout) -> Weights:
+        return Weights(theta)
 
-    def client_init(self, s: Server, memory: None, t: Round) -> Local:
+    def client_init(self, s: Weights, memory: None, t: Round) -> Local:
         return Local(s.theta, no_moment(s.theta), no_moment(s.theta))
 
-    def local_step(self, x: Local, s: Server, grad: Gradient, t: Round, k: int) -> Local:
+    def local_step(self, x: Local, s: Weights, grad: Gradient, t: Round, k: int) -> Local:
         lr, g = self.lr * t.scale, grad(x.theta)
         m, v = push(x.m, g, self.beta1), push(x.v, g * g, self.beta2)
-        direction = (m.value / m.weight) / ((v.value / v.weight).sqrt() + self.eps)
+        direction = m.mean / (v.mean.sqrt() + self.eps)
         return Local(decayed(x.theta, lr, self.weight_decay) - lr * direction, m, v)
 
-    def upload(self, x: Local, s: Server, memory: None, t: Round) -> tuple[Upload, None]:
-        return Upload(x.theta - s.theta), None
+    def upload(self, x: Local, s: Weights, memory: None, t: Round) -> tuple[Delta, None]:
+        return Delta(x.theta - s.theta), None
 
-    def server_step(self, s: Server, u: Upload, t: Round) -> Server:
-        return Server(s.theta + u.delta)
+    def server_step(self, s: Weights, u: Delta, t: Round) -> Weights:
+        return Weights(s.theta + u.delta)

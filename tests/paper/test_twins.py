@@ -31,9 +31,7 @@ def quadratic(*, rounds: int, num_steps: int, cohort: int = 3, num_clients: int 
     draws = np.random.default_rng(5)
     cohorts = [sorted(draws.choice(num_clients, cohort, replace=False).tolist()) for _ in range(rounds)]
     scales = [0.5 * (1 + np.cos(np.pi * t / rounds)) for t in range(rounds)]
-    return World(
-        keyed_noise(1, 2), cohorts, num_clients, num_steps, scales, gradient, difference, lambda i: noise**2 / (1 + i)
-    )
+    return World(keyed_noise(1, 2), cohorts, num_clients, num_steps, scales, gradient, difference, lambda i: noise**2 / (1 + i))
 
 
 def fixed(gradients: list[float], *, rounds: int, num_steps: int, size: int = 1) -> World:
@@ -173,9 +171,7 @@ def test_alignment_recursion_has_gain_one_over_one_minus_gamma(gamma: float) -> 
 def test_convex_alignment_has_gain_one() -> None:
     world = World(np.zeros(3), [[0]] * 50, 1, 4, [1.0] * 50, lambda t, i, k, query, theta: np.full(3, 0.3))
     trace: list[dict] = []
-    twins.fed_adamw(
-        world, lr=0.01, blocks=np.zeros(3, int), weight_decay=0.0, gamma=0.5, align="convex", eps=0.0, trace=trace
-    )
+    twins.fed_adamw(world, lr=0.01, blocks=np.zeros(3, int), weight_decay=0.0, gamma=0.5, align="convex", eps=0.0, trace=trace)
     np.testing.assert_allclose(trace[0]["direction"], np.full(3, 0.5), rtol=1e-9)
     np.testing.assert_allclose(trace[-1]["direction"], np.ones(3), rtol=1e-9)
 

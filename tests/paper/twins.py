@@ -190,6 +190,7 @@ def scaffold(
     lr: float,
     weight_decay: float,
     control: str = "mean",
+    warm_start: int = 0,
     server_lr: float = 1.0,
     trace: Trace | None = None,
 ) -> list[Vector]:
@@ -199,6 +200,8 @@ def scaffold(
     control="option2": c_i+ = c_i - c - Delta_i / (K eta_t), taken literally, so that with weight decay it contains
     lambda times the mean iterate; the local rate is the eta_t of this very round, and eta_t = 0 keeps c_i.
     The server adds the sum of the changes divided by N, the number of all clients. Clients start with c_i = 0.
+    In the first `warm_start` rounds nobody moves: the clients take their K gradients at x^t, and c_i+ is their mean
+    whatever the control, because there is no Delta_i to read it from. (Noble's code does this once for all clients.)
     """
     checked("control", control, ("mean", "option2"))
     theta, thetas = start_of(world), []
@@ -211,9 +214,10 @@ def scaffold(
             y, total = theta.copy(), np.zeros_like(theta)
             for k in range(world.num_steps):
                 g = world.gradient(t, i, k, 0, y)
-                y = y - eta * (g - memory[i] + c + weight_decay * y)
+                if t >= warm_start:
+                    y = y - eta * (g - memory[i] + c + weight_decay * y)
                 total = total + g
-            if control == "mean":
+            if control == "mean" or t < warm_start:
                 c_new = total / world.num_steps
             elif eta == 0.0:
                 c_new = memory[i]

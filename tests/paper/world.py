@@ -1,13 +1,14 @@
 """A small federation, trained twice: by the library, and by a referee that shares only the keys of the random draws.
 
-The referee computes gradients record by record with plain autograd in float64, clips and sums them in numpy, and adds noise from
-the same keys; so a difference in a batch, in the clipping, in the noise, in its scale or in the divisor shows.
+The referee computes gradients record by record with plain autograd in float64, clips and sums them in numpy, and adds noise
+from the same keys; so a difference in a batch, in the clipping, in the noise, in its scale or in the divisor shows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ def job(algorithm: Algorithm, mechanism: Gaussian | Plain = PRIVATE) -> Job:
     random = torch.Generator().manual_seed(3)
     x, y = torch.randn(60, 4, generator=random, dtype=torch.float64), torch.arange(60) % 3
     ends = [0, 4, 14, 27, 43, 60]
-    clients = tuple(torch.arange(start, end) for start, end in zip(ends, ends[1:], strict=False))
+    clients = tuple(torch.arange(start, end) for start, end in pairwise(ends))
     module = Attention().double()
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.3, generator=random)
@@ -61,7 +62,8 @@ def trained(work: Job, num_steps: int = NUM_STEPS, engine: Callable[[Job], Engin
     for t in range(NUM_ROUNDS):
         cohort = work.federation.cohort(work.seed, t, COHORT)
         shrinkage = sum(weight**2 for weight in client_weights(work, cohort))
-        now = Round(t, schedule_scale("cosine", t, NUM_ROUNDS), num_steps, work.model.layout, shrinkage)
+        scale, participation = schedule_scale("cosine", t, NUM_ROUNDS), COHORT / len(work.federation.clients)
+        now = Round(t, scale, num_steps, work.model.layout, shrinkage, participation)
         u, _ = running.train(now, s, cohort)
         s = work.algorithm.server_step(s, u, now)
         states.append(s)
@@ -76,11 +78,15 @@ def world(work: Job, num_steps: int = NUM_STEPS, new_batch_for_second: bool = Fa
     def size(i: int) -> int:
         return min(mechanism.batch_size, len(federation.clients[i]))
 
-    def record_gradient(theta: np.ndarray, row: int) -> np.ndarray:
+    def gradients_at(theta: np.ndarray) -> Callable[[int], np.ndarray]:
         module = Attention().double()
         nn.utils.vector_to_parameters(torch.from_numpy(theta), module.parameters())
-        nn.functional.cross_entropy(module(columns["x"][row : row + 1]), columns["y"][row : row + 1]).backward()
-        return torch.cat([parameter.grad.flatten() for parameter in module.parameters()]).numpy()
+
+        def of_record(row: int) -> np.ndarray:
+            loss = nn.functional.cross_entropy(module(columns["x"][row : row + 1]), columns["y"][row : row + 1])
+            return torch.cat([g.flatten() for g in torch.autograd.grad(loss, module.parameters())]).numpy()
+
+        return of_record
 
     def release(t: int, i: int, k: int, query: int, of_record: Callable[[int], np.ndarray]) -> np.ndarray:
         draw, query = (query, 0) if new_batch_for_second else (0, query)
@@ -96,10 +102,11 @@ def world(work: Job, num_steps: int = NUM_STEPS, new_batch_for_second: bool = Fa
         return total / size(i)
 
     def gradient(t: int, i: int, k: int, query: int, theta: np.ndarray) -> np.ndarray:
-        return release(t, i, k, query, lambda row: record_gradient(theta, row))
+        return release(t, i, k, query, gradients_at(theta))
 
     def difference(t: int, i: int, k: int, now: np.ndarray, c: float, before: np.ndarray) -> np.ndarray:
-        return release(t, i, k, 0, lambda row: record_gradient(now, row) - c * record_gradient(before, row))
+        here, there = gradients_at(now), gradients_at(before)
+        return release(t, i, k, 0, lambda row: here(row) - c * there(row))
 
     def noise_var(i: int) -> float:
         return (mechanism.sigma * mechanism.clip / size(i)) ** 2 if mechanism.sigma else 0.0

@@ -1,0 +1,182 @@
+"""The centralised algorithms as ordinary ``torch.optim`` optimizers, for people who bring their own loop.
+
+>>> model = torch.nn.Linear(4, 3)
+>>> sigma, clip, batch_size = 1.0, 1.0, 256
+>>> optimizer = AdamBC(model.parameters(), lr=1e-3, noise_var=(sigma * clip / batch_size) ** 2)
+
+They make nothing private: the gradients they are given already are, by Opacus (they work inside its DPOptimizer) or by a loop
+of your own. ``noise_var`` is the variance of the noise in a coordinate of ``p.grad``; where it changes, set the group's
+``noise_var`` before the step. The other settings are the fields of the algorithm of the same name, ``betas`` for ``beta1`` and
+``beta2``. SGD is torch's own.
+
+The Adams work in place and on all tensors at once (``torch._foreach``), as torch's do; MicroAdam, which goes tensor by tensor
+anyhow, is the algorithm itself.
+"""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+# torch's operations on lists of tensors begin with an underscore, though they are documented.
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Callable
+from itertools import chain
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from dpfed import algorithms
+from dpfed.algorithm import Release, Round, leaves, like
+from dpfed.errors import InputError
+from dpfed.flat import Layout, Part
+from dpfed.pieces import ema
+
+
+class _Centralised(Optimizer):
+    """What they share: settings that are an algorithm's fields, and the loop over groups."""
+
+    algorithm: ClassVar[type[Any]]
+    further: ClassVar[dict[str, float]] = {}
+
+    def __init__(self, params: ParamsT, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), **settings: Any) -> None:
+        known = {field.name: field.default for field in dataclasses.fields(self.algorithm)} | self.further
+        del known["beta1"], known["beta2"]
+        unknown = sorted(settings.keys() - known.keys())
+        if unknown:
+            raise InputError(f"{unknown[0]}: {type(self).__name__} has no such setting. It has: betas, {', '.join(known)}.")
+        super().__init__(params, known | settings | {"lr": lr, "betas": betas})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        group = self.defaults | param_group
+        for name in ("lr", "eps", "weight_decay", "noise_var", "floor"):
+            if not group.get(name, 0) >= 0:
+                raise InputError(f"{name}: must not be negative, got {group[name]}. Give 0 or more.")
+        if not all(0 <= beta < 1 for beta in group["betas"]):
+            raise InputError(f"betas: both must be at least 0 and below 1, got {group['betas']}. (0.9, 0.999) is usual.")
+        self._algorithm(group).server_init(torch.empty(1, device="meta"), _ONE)  # which checks its own settings
+        super().add_param_group(param_group)
+
+    def _algorithm(self, group: dict[str, Any]) -> Any:
+        names = {field.name for field in dataclasses.fields(self.algorithm)} & group.keys()
+        beta1, beta2 = group["betas"]
+        return self.algorithm(beta1=beta1, beta2=beta2, **{name: group[name] for name in names})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in cast(list[Tensor], group["params"]) if p.grad is not None and p.numel()]
+            gradients = [cast(Tensor, p.grad) for p in params]
+            for gradient in gradients:
+                _refuse_unusual(gradient)
+            if params:
+                self._update(group, params, gradients)
+        return loss
+
+    @abstractmethod
+    def _update(self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]) -> None:
+        """The parameters of one group, in place."""
+
+
+_ONE = Layout((Part("", (1,), "weights"),))
+
+
+def _refuse_unusual(gradient: Tensor) -> None:
+    if gradient.layout is not torch.strided or not gradient.is_floating_point():
+        raise InputError(
+            f"gradient: must be dense and real, got {gradient.layout} of {gradient.dtype}. Where an embedding made it, give it "
+            "sparse=False: with noise in every coordinate no private gradient is sparse."
+        )
+
+
+class _Adams(_Centralised):
+    """The four of them, in place. A tensor's weights and noise variance are plain numbers, so nothing waits for a GPU."""
+
+    decoupled: ClassVar[bool] = False
+
+    def _update(self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]) -> None:
+        (beta1, beta2), lr, decay, eps = group["betas"], float(group["lr"]), group["weight_decay"], group["eps"]
+        states = [self.state[p] for p in params]
+        for p, state in zip(params, states, strict=True):
+            if not state:
+                state.update(step=0, m=torch.zeros_like(p), v=torch.zeros_like(p), m_weight=0.0, v_weight=0.0, phi=0.0)
+            state["m_weight"], state["v_weight"] = ema(state["m_weight"], 1.0, beta1), ema(state["v_weight"], 1.0, beta2)
+            state["phi"] = ema(state["phi"], group.get("noise_var", 0.0), beta2)
+        m, v = [state["m"] for state in states], [state["v"] for state in states]
+        if self.decoupled:
+            torch._foreach_mul_(params, 1 - lr * decay)
+        elif decay:
+            gradients = list(torch._foreach_add(gradients, params, alpha=decay))
+        torch._foreach_lerp_(m, gradients, 1 - beta1)
+        torch._foreach_mul_(v, beta2)
+        torch._foreach_addcmul_(v, gradients, gradients, 1 - beta2)
+        root = torch._foreach_div(v, [state["v_weight"] for state in states])
+        if "floor" in group:
+            torch._foreach_sub_(root, [state["phi"] / state["v_weight"] for state in states])
+            torch._foreach_clamp_min_(root, [group["floor"] * group["floor_decay"] ** state["step"] for state in states])
+        if group.get("eps_inside"):
+            torch._foreach_add_(root, eps)
+        torch._foreach_sqrt_(root)
+        if not group.get("eps_inside"):
+            torch._foreach_add_(root, eps)
+        torch._foreach_addcdiv_(params, m, root, [-lr / state["m_weight"] for state in states])
+        for state in states:
+            state["step"] += 1
+
+
+class Adam(_Adams):
+    """Adam. Settings: eps, weight_decay (coupled)."""
+
+    algorithm = algorithms.Adam
+
+
+class AdamBC(_Adams):
+    """Adam without the noise in its second moment. Settings: noise_var, floor, floor_decay, eps, weight_decay (coupled)."""
+
+    algorithm, further = algorithms.AdamBC, {"noise_var": 0.0}
+
+
+class AdamW(_Adams):
+    """AdamW. Settings: eps, eps_inside, weight_decay (decoupled)."""
+
+    algorithm, decoupled = algorithms.AdamW, True
+
+
+class AdamWBC(_Adams):
+    """AdamW without the noise in its second moment. Settings: noise_var, floor, floor_decay, eps, weight_decay (decoupled)."""
+
+    algorithm, further, decoupled = algorithms.AdamWBC, {"noise_var": 0.0}, True
+
+
+class MicroAdam(_Centralised):
+    """MicroAdam: about 1.2 bytes a coordinate. Settings: density, window, ef_bits, quant_block, bias_correction, eps,
+    weight_decay (decoupled)."""
+
+    algorithm = algorithms.MicroAdam
+
+    def _update(self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]) -> None:
+        algorithm = self._algorithm(group)
+        structure = algorithm.server_init(torch.empty(1, device="meta"), _ONE)
+        for p, gradient in zip(params, gradients, strict=True):
+            state, theta, layout = self.state[p], p.reshape(-1), Layout((Part("", (p.numel(),), "weights"),))
+            s = like(structure, state | {"theta": theta}) if state else algorithm.server_init(theta, layout)
+            t = Round(state.get("step", 0), 1.0, 1, layout)
+            s = algorithm.server_step(s, Release(gradient.reshape(-1), theta.new_zeros(1)), t)
+            p.copy_(s.theta.view_as(p))
+            state.update(dict(leaves(s._replace(theta=None))), step=t.index + 1)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """torch turns all that it loads into the parameters' type; codes, places and bfloat16 have to stay what they are."""
+        super().load_state_dict(state_dict)
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        own = chain.from_iterable(group["params"] for group in self.param_groups)
+        for key, p in zip(saved, own, strict=True):
+            for name, value in state_dict["state"].get(key, {}).items():
+                self.state[p][name] = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
