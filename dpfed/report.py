@@ -112,10 +112,11 @@ def table(records: Iterable[Run]) -> Table:
     found = methods(records)
     finals = [method.column("final_accuracy") for method in found]
     best = max((fmean(final) for final in finals if final), default=None)
-    result = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", caption_justify="left")
-    result.caption = "up, down: bytes per client and round"
-    for heading in ("method", "ε (PLD)", "accuracy %", "best %", "seeds", "rounds", "up", "down", "seconds"):
-        result.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=heading != "method")
+    result = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, header_style="bold", caption_justify="left")
+    result.caption = "ε by PLD; accuracy in percent; up, down: bytes per client and round"
+    result.add_column("method", min_width=min(24, max(len(method.name) for method in found)))
+    for heading in ("ε", "accuracy", "best", "seeds", "rounds", "up", "down", "seconds"):
+        result.add_column(heading, justify="right", no_wrap=True)
     for method, final in zip(found, finals, strict=True):
         style = "bold" if final and fmean(final) == best else ""
         cells = [
