@@ -37,17 +37,21 @@ FAINT = 0.04  # with a smaller multiplier one step costs hundreds, near the end 
 class Event:
     """One noisy release of a sum of clipped gradients: all that an accountant has to know.
 
-    ``sigma`` is the noise over the clipping norm C; 0 means no noise, and epsilon is infinite.
+    ``sigma`` is the noise over the clipping norm C; 0 means no noise, and epsilon is infinite. ``aggregation="secure"``: it is
+    the noise of a sum over a cohort, and only the sum is seen.
     """
 
     sampling: Literal["poisson", "fixed"]
     batch_size: int
     num_examples: int
     sigma: float
+    aggregation: Literal["open", "secure"] = "open"
 
     def __post_init__(self) -> None:
         if self.sampling not in NEIGHBOURS:
             raise InputError(f"event.sampling: must be 'poisson' or 'fixed', got {self.sampling!r}.")
+        if self.aggregation not in OBSERVED:
+            raise InputError(f"event.aggregation: must be 'open' or 'secure', got {self.aggregation!r}.")
         _check_whole("event.batch_size", self.batch_size, at_least=1)
         _check_whole("event.num_examples", self.num_examples, at_least=1)
         if not 0 <= self.sigma < math.inf:
@@ -92,6 +96,12 @@ NEIGHBOURS = {
   Sampling: Poisson. Every record joins every batch independently, at the rate batch size / records.""",
     "fixed": """replace one record by another; it moves the clipped sum by at most 2C.
   Sampling: fixed size. Every batch is drawn anew, uniformly and without replacement.""",
+}
+OBSERVED = {
+    "open": "the server. It sees every upload and who took part, so drawing the clients amplifies nothing.",
+    "secure": """the server, under secure aggregation. It sees who took part, and of their uploads only the sum.
+    Assumed, not done by a simulation: nobody sees a single upload, which carries only its client's share of the noise, and no
+    more clients tell theirs than was allowed for.""",
 }
 
 
@@ -174,7 +184,7 @@ epsilon = {worst["pld"]}: {verdict}
   Clients smaller than the batch (no more records than it has: rate 1, no amplification): {num_small}.
   Unit: one record of one client. No record belongs to two clients.
   Neighbours: {NEIGHBOURS[min(events).sampling]}
-  Observer: the server. It sees every upload and who took part, so drawing the clients amplifies nothing.
+  Observer: {" ".join(OBSERVED[kind] for kind in sorted({event.aggregation for event in events}))}
   Treated as public: the clients' sizes, the batch sizes, the participation.
   Noise: a simulation keys it by the seed, and whoever knows the seed can remove it: for experiments only.
     A deployment draws it from a secure generator."""

@@ -61,7 +61,7 @@ def ema(old: Number, new: Number, beta: float) -> Number:
     return beta * old + (1 - beta) * new
 
 
-def debiased(second: Tensor, noise_var: Tensor, *, floor_abs: float, floor_rel: float) -> Tensor:
+def debiased(second: Tensor, noise_var: Tensor, *, floor_abs: float, floor_rel: float = 0.0) -> Tensor:
     """The second moment of the signal alone: E[g^2] = signal + noise_var, never below a floor.
 
     Without noise the floor falls to ``floor_abs``, and this is the plain second moment.

@@ -16,7 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, cast
+from typing import Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -41,6 +41,10 @@ class Mechanism(Protocol):
     def clip(self) -> float: ...
     @property
     def sigma(self) -> float | None: ...
+    @property
+    def noise(self) -> Literal["local", "distributed"]: ...
+    @property
+    def colluding(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,9 @@ class Gaussian:
         clip: the norm to which every record's gradient is clipped (C).
         batch_size: the expected size of a batch (B); a client with fewer records uses all of them, at rate 1.
         sampling: poisson (neighbours add or remove a record) or fixed (neighbours replace one; costs much more).
+        noise: local: every upload is private by itself. distributed: every client adds only its share of the noise, and only
+            the sum of a cohort is; needs secure aggregation, one local step, and an upload that is linear in the gradient.
+        colluding: the part of a cohort that may tell its noise to the observer (distributed noise only).
     """
 
     epsilon: float | None = None
@@ -60,6 +67,8 @@ class Gaussian:
     clip: float = 1.0
     batch_size: int = 64
     sampling: Sampling = "poisson"
+    noise: Literal["local", "distributed"] = "local"
+    colluding: float = 0.0
 
     def __post_init__(self) -> None:
         if (self.epsilon is None) == (self.sigma is None):
@@ -72,6 +81,11 @@ class Gaussian:
             raise InputError(
                 f"mechanism.clip: must be above 0, and finite where there is noise, got {self.clip}. "
                 "Without a bound on every record's gradient no noise protects it; 1.0 is a good start."
+            )
+        if not 0 <= self.colluding < 1 or (self.colluding and self.noise == "local"):
+            raise InputError(
+                f"mechanism.colluding: must be at least 0 and below 1, got {self.colluding}, and 0 where noise is local: "
+                "no client relies on another's noise there."
             )
         _check_batch(self.batch_size, self.sampling)
 
@@ -99,6 +113,14 @@ class Plain:
     def sigma(self) -> float:
         return 0.0
 
+    @property
+    def noise(self) -> Literal["local"]:
+        return "local"
+
+    @property
+    def colluding(self) -> float:
+        return 0.0
+
 
 def _check_batch(batch_size: int, sampling: str) -> None:
     if batch_size < 1:
@@ -112,12 +134,39 @@ def expected_size(mechanism: Mechanism, num_examples: int) -> int:
     return min(mechanism.batch_size, num_examples)
 
 
-def events(mechanism: Mechanism, num_examples: int, queries: Mapping[int, int]) -> Counter[Event]:
-    """What one local step costs a client: one event a batch, at sigma / sqrt(number of gradients taken on that batch)."""
+def protection(mechanism: Mechanism, cohort: Sequence[tuple[float, int]]) -> list[float]:
+    """What stands between the observer and a record of each client of a cohort, as a multiple of sigma.
+
+    ``cohort``: every client's weight in the mean and its expected batch size. Local noise protects each client with all of
+    sigma. With distributed noise client j contributes  w_j / B_j (sum of clipped + sigma C / sqrt(S) N(0, I)),  so the sum has
+    the noise of all, and a record of client i moves it by  w_i / B_i C.  Those who collude are taken to be the noisiest others.
+
+    >>> protection(Gaussian(sigma=1.0, noise="distributed"), [(0.25, 8)] * 4)
+    [1.0, 1.0, 1.0, 1.0]
+    >>> protection(Gaussian(sigma=1.0, noise="distributed", colluding=0.5), [(0.25, 8)] * 2)
+    [0.7071067811865476, 0.7071067811865476]
+    """
+    if mechanism.noise == "local":
+        return [1.0] * len(cohort)
+    parts, num_colluding = [weight / size for weight, size in cohort], math.floor(mechanism.colluding * len(cohort))
+    found: list[float] = []
+    for i, own in enumerate(parts):
+        others = sorted(parts[:i] + parts[i + 1 :])
+        honest = [own, *others[: len(others) - num_colluding]]
+        found.append(math.sqrt(sum(part**2 for part in honest) / len(parts)) / own)
+    return found
+
+
+def events(mechanism: Mechanism, num_examples: int, queries: Mapping[int, int], factor: float = 1.0) -> Counter[Event]:
+    """What one local step costs a client: one event a batch, at sigma / sqrt(number of gradients taken on that batch).
+
+    ``factor`` is the client's ``protection``.
+    """
     if mechanism.sigma is None:
         raise InputError("mechanism.sigma: not calibrated yet; dpfed.run and dpfed.calibrated do it.")
-    sigma, size, sampling = mechanism.sigma, mechanism.batch_size, mechanism.sampling
-    return Counter(Event(sampling, size, num_examples, sigma / math.sqrt(count)) for count in queries.values())
+    sigma, size, sampling = factor * mechanism.sigma, mechanism.batch_size, mechanism.sampling
+    seen = "open" if mechanism.noise == "local" else "secure"
+    return Counter(Event(sampling, size, num_examples, sigma / math.sqrt(count), seen) for count in queries.values())
 
 
 class Part(NamedTuple):
@@ -142,9 +191,12 @@ class PrivateGradient:
         noise: Callable[[int, int], Tensor],
         sizes: Tensor,
         mechanism: Mechanism,
+        cohort_size: int = 1,
     ) -> None:
         self._loss, self._batch, self._noise, self._sizes, self._clip = loss, batch, noise, sizes, mechanism.clip
         self._noise_std = mechanism.sigma * mechanism.clip if mechanism.sigma else 0.0
+        if mechanism.noise == "distributed":
+            self._noise_std /= math.sqrt(cohort_size)
         self.noise_var = (self._noise_std / sizes) ** 2
         self.queries: Counter[int] = Counter()
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from dpfed.algorithm import Algorithm, Round, Tree, client_round, like, num_bytes
 from dpfed.algorithm import leaves as named
-from dpfed.data import Federation
-from dpfed.engines.simulation import Engine, Job, client_weights, memory_tensors
+from dpfed.data import Federation, generator
+from dpfed.engines.simulation import Engine, Job, client_weights, memory_tensors, protections
 from dpfed.errors import InputError
 from dpfed.flat import FlatModel, Layout, Part
 from dpfed.ledger import Event, Ledger, Receipt, calibrate
@@ -36,15 +36,15 @@ Row = dict[str, Any]
 
 
 class DryGradient:
-    """Counts what an algorithm asks for, and answers with zeros."""
+    """Counts what an algorithm asks for, and always gives the same answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, answer: Tensor) -> None:
         self.queries: Counter[int] = Counter()
-        self.noise_var = torch.zeros(1)
+        self.noise_var, self.answer = answer.new_zeros(1), answer
 
     def __call__(self, theta: Tensor, *, draw: int = 0, minus: tuple[float, Tensor] | None = None) -> Tensor:
         self.queries[draw] += 1
-        return torch.zeros_like(theta)
+        return self.answer
 
 
 class Dry(NamedTuple):
@@ -56,39 +56,67 @@ class Dry(NamedTuple):
 
 def dry_round(algorithm: Algorithm, num_steps: int) -> Dry:
     """Run the algorithm once on a tiny vector. It declares nothing, so it can declare nothing wrongly."""
-    steps = [DryGradient() for _ in range(num_steps)]
+    steps = [DryGradient(torch.zeros(8)) for _ in range(num_steps)]
     layout = Layout((Part("tiny", (8,), "weights"),))
     s = algorithm.server_init(torch.zeros(8), layout)
     _, memory = client_round(algorithm, s, None, steps.__getitem__, Round(0, 1.0, num_steps, layout))
     return Dry([step.queries for step in steps], memory)
 
 
-def planned_events(mechanism: Mechanism, num_examples: int, dry: Dry) -> Counter[Event]:
-    """What one round costs a client."""
+def planned_events(mechanism: Mechanism, num_examples: int, dry: Dry, factor: float = 1.0) -> Counter[Event]:
+    """What one round costs a client whose ``protection`` is ``factor``."""
     total: Counter[Event] = Counter()
     for queries in dry.queries:
-        total.update(events(mechanism, num_examples, queries))
+        total.update(events(mechanism, num_examples, queries, factor))
     return total
 
 
-def calibrated(recipe: Recipe, federation: Federation) -> Recipe:
+def planned_receipts(job: Job, t: int, cohort: list[int], dry: Dry) -> list[Receipt]:
+    """What round ``t`` will cost its cohort: public, and known before it happens."""
+    factors, sizes = protections(job, cohort), job.federation.sizes
+    return [Receipt(i, t, planned_events(job.mechanism, sizes[i], dry, factors[i])) for i in cohort]
+
+
+def calibrated(recipe: Recipe, job: Job, dry: Dry) -> Recipe:
     """The recipe with its target epsilon turned into the smallest sufficient sigma, for the participations that will happen."""
     mechanism = recipe.mechanism
     if isinstance(mechanism, Plain) or mechanism.epsilon is None:
         return recipe
-    unit = replace(mechanism, epsilon=None, sigma=1.0)
-    dry = dry_round(recipe.algorithm, recipe.local_steps)
-    plans: list[Counter[Event]] = []
-    for i, num_rounds in participations(recipe, federation).items():
-        once = planned_events(unit, federation.sizes[i], dry)
-        plans.append(Counter({event: count * num_rounds for event, count in once.items()}))
-    sigma = calibrate(mechanism.epsilon, recipe.delta, plans)
+    unit, plan = job._replace(mechanism=replace(mechanism, epsilon=None, sigma=1.0)), Ledger()
+    for t in range(recipe.rounds):
+        plan.post(planned_receipts(unit, t, job.federation.cohort(recipe.seed, t, recipe.cohort), dry))
+    sigma = calibrate(mechanism.epsilon, recipe.delta, [plan.events(i) for i in plan.clients()])
     return replace(recipe, mechanism=replace(mechanism, epsilon=None, sigma=sigma))
 
 
-def participations(recipe: Recipe, federation: Federation) -> Counter[int]:
-    """How many rounds each client will train: public, and fixed by the seed."""
-    return Counter(i for t in range(recipe.rounds) for i in federation.cohort(recipe.seed, t, recipe.cohort))
+def refuse_unsound(recipe: Recipe, dry: Dry) -> None:
+    """Distributed noise protects a sum of releases. Whatever else an algorithm would do with them has too little noise."""
+    if recipe.mechanism.noise == "local":
+        return
+    name = type(recipe.algorithm).__name__
+    if [dict(step) for step in dry.queries] != [{0: 1}]:
+        raise InputError(
+            f"mechanism.noise: 'distributed' protects one gradient a round, but {name} with local_steps={recipe.local_steps} "
+            f"takes {sum(sum(step.values()) for step in dry.queries)}. Set local_steps=1, or noise='local'."
+        )
+    if dry.memory is not None or not _upload_is_linear(recipe.algorithm):
+        raise InputError(
+            f"mechanism.noise: 'distributed' protects only sums, but the uploads of {name} are not linear in its gradient, "
+            "or it keeps a memory. Take an algorithm whose server steps, such as AdamW, SGD or AdamWBC, or noise='local'."
+        )
+
+
+def _upload_is_linear(algorithm: Algorithm) -> bool:
+    """Tried, not declared: upload(a) + upload(b) = upload(a + b) + upload(0)."""
+    theta, a, b = torch.randn(3, 8, generator=generator(0, "linear"), dtype=torch.float64)
+    layout = Layout((Part("tiny", (8,), "weights"),))
+    s = algorithm.server_init(theta, layout)
+
+    def upload(gradient: Tensor) -> Tensor:
+        step = DryGradient(gradient)
+        return torch.cat([x for _, x in named(client_round(algorithm, s, None, lambda k: step, Round(0, 1.0, 1, layout))[0])])
+
+    return torch.allclose(upload(a) + upload(b), upload(a + b) + upload(torch.zeros_like(a)), rtol=1e-9, atol=1e-9)
 
 
 def run(
@@ -122,7 +150,11 @@ def begin(
             f"cohort: {recipe.cohort} clients a round were asked for, the federation has {len(federation.clients)}. Lower it."
         )
     model.check(federation.records)
-    planned = calibrated(recipe, federation)
+    dry = dry_round(recipe.algorithm, recipe.local_steps)
+    refuse_unsound(recipe, dry)
+    job = Job(model, federation, recipe.algorithm, recipe.mechanism, recipe.seed, recipe.weighting)
+    planned = calibrated(recipe, job, dry)
+    job = job._replace(mechanism=planned.mechanism)
     plain = to_json(recipe) | {
         "name": recipe.name,
         "sigma": planned.mechanism.sigma,
@@ -141,7 +173,6 @@ def begin(
     else:
         device = str(recipe.engine.torch_device())
         record = RunRecord.create(out or free_folder(recipe.name), plain, environment(device), recipe.delta)
-    job = Job(model, federation, planned.algorithm, planned.mechanism, recipe.seed, recipe.weighting)
     return record, _rounds(planned, record, (engine or recipe.engine.open)(job), job)
 
 
@@ -170,7 +201,7 @@ def _training(recipe: Recipe, record: RunRecord, engine: Engine, job: Job) -> It
     for t in range(first, recipe.rounds):
         began = time.monotonic()
         cohort = job.federation.cohort(recipe.seed, t, recipe.cohort)
-        plan = [Receipt(i, t, planned_events(recipe.mechanism, job.federation.sizes[i], dry)) for i in cohort]
+        plan = planned_receipts(job, t, cohort, dry)
         record.charge(plan)
         spent.post(plan)
         scale = schedule_scale(recipe.schedule, t, recipe.rounds, recipe.warmup)

@@ -55,8 +55,6 @@ class AdamBC:
 
     def server_step(self, s: Server, u: Release, t: Round) -> Server:
         g = u.gradient + self.weight_decay * s.theta
-        m, v = push(s.m, g, self.beta1), push(s.v, g * g, self.beta2)
-        phi = push(s.phi, u.phi * t.shrinkage, self.beta2)
-        floor = self.floor * self.floor_decay**t.index
-        root = debiased(v.mean, phi.mean, floor_abs=floor, floor_rel=0.0).sqrt() + self.eps
+        m, v, phi = push(s.m, g, self.beta1), push(s.v, g * g, self.beta2), push(s.phi, u.phi * t.shrinkage, self.beta2)
+        root = debiased(v.mean, phi.mean, floor_abs=self.floor * self.floor_decay**t.index).sqrt() + self.eps
         return Server(s.theta - self.lr * t.scale * m.mean / root, m, v, phi)

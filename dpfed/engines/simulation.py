@@ -16,7 +16,7 @@ from dpfed.data import Federation
 from dpfed.errors import InputError
 from dpfed.flat import FlatModel
 from dpfed.ledger import Event, Receipt
-from dpfed.privacy import Mechanism, Part, PrivateGradient, events, expected_size
+from dpfed.privacy import Mechanism, Part, PrivateGradient, events, expected_size, protection
 
 
 class Job(NamedTuple):
@@ -76,7 +76,7 @@ class SimulationEngine:
         total, receipts = None, list[Receipt]()
         for start in range(0, len(cohort), clients_at_once):
             clients = cohort[start : start + clients_at_once]
-            uploads, memory, spent = train_clients(self.job, t, s, clients, self.memory, records_at_once)
+            uploads, memory, spent = train_clients(self.job, t, s, clients, self.memory, cohort, records_at_once)
             total = weighted_sum(zip(weights[start:], uploads, strict=False), total)
             self.memory.update(memory)
             receipts += spent
@@ -101,10 +101,24 @@ def client_weights(job: Job, cohort: list[int]) -> list[float]:
     return [size / sum(sizes) for size in sizes]
 
 
+def protections(job: Job, cohort: list[int]) -> dict[int, float]:
+    """What protects a record of each client of a cohort, as a multiple of sigma: public, and known before they train."""
+    sizes = [expected_size(job.mechanism, job.federation.sizes[i]) for i in cohort]
+    factors = protection(job.mechanism, list(zip(client_weights(job, cohort), sizes, strict=True)))
+    return dict(zip(cohort, factors, strict=True))
+
+
 def train_clients(
-    job: Job, t: Round, s: Tree, clients: list[int], memory: dict[int, Tree], records_at_once: int | None = None
+    job: Job,
+    t: Round,
+    s: Tree,
+    clients: list[int],
+    memory: dict[int, Tree],
+    cohort: list[int] | None = None,
+    records_at_once: int | None = None,
 ) -> tuple[list[Tree], dict[int, Tree], list[Receipt]]:
-    """One round of some clients, as a matrix with a row each. A row does not depend on which others are there."""
+    """One round of some clients of a cohort, as a matrix with a row each. A row does not depend on which others are there."""
+    cohort = clients if cohort is None else cohort
     device = s.theta.device
     num_examples = [job.federation.sizes[i] for i in clients]
     sizes = torch.tensor([[expected_size(job.mechanism, n)] for n in num_examples], device=device, dtype=s.theta.dtype)
@@ -119,14 +133,14 @@ def train_clients(
             draws = [data.generator(job.seed, "noise", *numbers, device=device) for numbers in keys]
             return torch.stack([torch.randn(s.theta.shape, generator=g, dtype=s.theta.dtype, device=device) for g in draws])
 
-        gradients.append(PrivateGradient(job.model.loss, batch, noise, sizes, job.mechanism))
+        gradients.append(PrivateGradient(job.model.loss, batch, noise, sizes, job.mechanism, len(cohort)))
         return gradients[-1]
 
     uploads, new_memory = client_round(job.algorithm, s, _stack(clients, memory), gradient, t)
-    receipts = [Receipt(i, t.index, Counter[Event]()) for i in clients]
+    receipts, factors = [Receipt(i, t.index, Counter[Event]()) for i in clients], protections(job, cohort)
     for receipt, n in zip(receipts, num_examples, strict=True):
         for step in gradients:
-            receipt.events.update(events(job.mechanism, n, step.queries))
+            receipt.events.update(events(job.mechanism, n, step.queries, factors[receipt.client]))
     kept = {} if new_memory is None else dict(zip(clients, rows(new_memory, len(clients)), strict=True))
     return rows(uploads, len(clients)), kept, receipts
 

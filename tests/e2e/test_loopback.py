@@ -26,7 +26,7 @@ class Loopback:
 
     def train(self, t: Round, s: Tree, cohort: list[int]) -> tuple[Tree, list[Receipt]]:
         message = to_bytes(s)
-        replies = {i: self.answer(t, s, message, i) for i in reversed(cohort)}
+        replies = {i: self.answer(t, s, message, i, cohort) for i in reversed(cohort)}
         uploads = [like(replies[i][0], load(replies[i][1])) for i in cohort]
         receipts = [
             Receipt(i, t.index, type(replies[i][2].events)({Event.from_json(e): n for e, n in plain}))
@@ -34,8 +34,8 @@ class Loopback:
         ]
         return weighted_sum(zip(client_weights(self.job, cohort), uploads, strict=True)), receipts
 
-    def answer(self, t: Round, structure: Tree, message: bytes, i: int) -> tuple[Tree, bytes, Receipt]:
-        uploads, memory, receipts = train_clients(self.job, t, like(structure, load(message)), [i], self.memory)
+    def answer(self, t: Round, structure: Tree, message: bytes, i: int, cohort: list[int]) -> tuple[Tree, bytes, Receipt]:
+        uploads, memory, receipts = train_clients(self.job, t, like(structure, load(message)), [i], self.memory, cohort)
         self.memory |= memory
         return uploads[0], to_bytes(uploads[0]), receipts[0]
 

@@ -471,8 +471,8 @@ def test_micro_adam_forgets_what_left_its_window() -> None:
 
 
 def test_micro_adam_switches_matter(central: World) -> None:
-    base = {"lr": 0.05, "density": 0.3, "window": 4, "quant_block": 4}
-    expected = twins.micro_adam(central, **base)
+    usual = {"lr": 0.05, "density": 0.3, "window": 4, "quant_block": 4}
+    expected = twins.micro_adam(central, **usual)
     for change in [
         {"ef_bits": None},
         {"bias_correction": "window"},
@@ -482,7 +482,7 @@ def test_micro_adam_switches_matter(central: World) -> None:
         {"density": 0.5},
         {"weight_decay": 0.1},
     ]:
-        far(twins.micro_adam(central, **{**base, **change}), expected)
+        far(twins.micro_adam(central, **{**usual, **change}), expected)
 
 
 def test_micro_adam_moves_only_what_its_window_holds_and_loses_nothing() -> None:
