@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast
@@ -63,11 +64,24 @@ class Recipe:
             raise InputError(f"warmup: must lie between 0 and the {self.rounds} rounds, got {self.warmup}.")
         if not 0 < self.delta < 1:
             raise InputError(f"delta: must lie between 0 and 1, got {self.delta}. 1e-5 is usual for up to 10,000 records.")
+        _check_choices(self, "")
 
     @property
     def name(self) -> str:
         """The papers' name: ``DP-FedAdamW`` where the mechanism is private, ``FedAdamW`` where not."""
         return ("" if isinstance(self.mechanism, Plain) else "DP-") + type(self.algorithm).__name__
+
+
+def _check_choices(value: Any, path: str) -> None:
+    """A misspelt switch must not silently choose something else: every Literal field holds one of its choices."""
+    hints = typing.get_type_hints(type(value))
+    for f in dataclasses.fields(value):
+        inner = getattr(value, f.name)
+        if dataclasses.is_dataclass(inner):
+            _check_choices(inner, f"{path}{f.name}.")
+        elif typing.get_origin(hints[f.name]) is Literal and inner not in typing.get_args(hints[f.name]):
+            choices = ", ".join(map(repr, typing.get_args(hints[f.name])))
+            raise InputError(f"{path}{f.name}: must be one of {choices}; got {inner!r}.")
 
 
 def to_json(value: Any) -> Any:

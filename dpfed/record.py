@@ -60,9 +60,8 @@ NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 def environment(device: str = "cpu") -> dict[str, Any]:
     """What a reader of the numbers wants to know about the machine behind them."""
-    versions = {found.name: found.version for found in importlib.metadata.distributions()}
     return {
-        **{name: versions.get(name, "not installed") for name in ("dpfed", "torch", "numpy", "dp-accounting")},
+        **{name: importlib.metadata.version(name) for name in ("dpfed", "torch", "numpy", "dp-accounting")},
         "python": platform.python_version(),
         "platform": platform.platform(),
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,

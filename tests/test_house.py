@@ -18,6 +18,7 @@ ORDER = (
     "flat",
     "data",
     "ledger",
+    "secure",
     "privacy",
     "pieces",
     "algorithm",

@@ -1,13 +1,13 @@
 """FedCM (Xu et al. 2021, arXiv:2106.10874): every local step is mixed with the direction of the round before.
 
-    local step   y <- y - eta_t (a (g + lambda y) + (1-a) D)       Alg. 2
+    local step   y <- y - eta_t (a (g + lambda y) + (1-a) D)
     upload       Delta_i = y - x
     server       x <- x + mean_i Delta_i ; D <- -mean_i Delta_i / (K eta_t)
 
 D is a moving average of the mean gradients of the rounds, with the factor 1 - a; a = 1 is FedAvg. Weight decay is part of the
 gradient, so it is mixed as well.
 
-Departs from the paper: the server adds the mean as it is (its learning rate there is K eta, applied to D); D begins at zero.
+Departs from the paper: the server adds the mean as it is, which is a step along D at the rate K eta; D begins at zero.
 Departs from the released code: that of FedAdamW has the gradient weighted by 1 - gamma, which is a here.
 """
 

@@ -9,7 +9,7 @@
 v begins at eps^2, and nothing is corrected for its start. Under noise the maximum climbs with every lucky draw;
 ``amsgrad=False`` takes v itself (never below eps^2).
 
-Departs from the paper: its text was not at hand; the formulas are those of a third party's implementation.
+Departs from the paper: the formulas are those of a public re-implementation (fedbrew), not compared with the paper's own.
 Departs from the released code: that of FedAdamW has no maximum (``amsgrad=False``) and a coupled weight decay of 0.001.
 """
 

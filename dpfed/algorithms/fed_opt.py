@@ -1,17 +1,17 @@
 """FedOpt (Reddi et al. 2021, arXiv:2003.00295): FedAvg's clients, and a server that takes their mean for a gradient.
 
-    local step   y <- y - eta_t (g + lambda y)                     Alg. 2, l. 6
-    upload       Delta_i = y - x                                   l. 7
-    server       D = mean_i Delta_i ; m <- b1 m + (1-b1) D         l. 8, 9
-                 v <- v + D^2                                      "adagrad", l. 10
-                 v <- v - (1-b2) D^2 sign(v - D^2)                 "yogi", l. 11
-                 v <- b2 v + (1-b2) D^2                            "adam", l. 12
-                 x <- x + server_lr m / (sqrt(v) + tau)            l. 13
+    local step   y <- y - eta_t (g + lambda y)                     all in Alg. 2
+    upload       Delta_i = y - x
+    server       D = mean_i Delta_i ; m <- b1 m + (1-b1) D
+                 v <- v + D^2                                      "adagrad"
+                 v <- v - (1-b2) D^2 sign(v - D^2)                 "yogi"
+                 v <- b2 v + (1-b2) D^2                            "adam"
+                 x <- x + server_lr m / (sqrt(v) + tau)
 
 ``server="adam"`` is the DP-FedOpt(Adam) of the DP-FedAdamW paper, and the FedAdam of the FedAdamW paper. v begins at tau^2, and
 nothing is corrected for its start. All of the server's work is on noised means, and costs nothing.
 
-Departs from the paper: in the order of Alg. 2 nothing; the clients are averaged uniformly, and may decay their weights.
+Departs from the paper: the clients may decay their weights.
 Departs from the released code: that of FedAdamW begins with v = 0, b2 = 0.98 and tau = 0.01.
 """
 

@@ -8,7 +8,7 @@
 
 mhat and vhat divide by the weight of the average, which is 1 - b^k from a fresh start.
 Departs from the paper: it prints no algorithm of this name; the formulas are those of Adam (Kingma and Ba 2015).
-Departs from the released code: there is none of clipping a whole batch at norm 10; a mechanism clips, or nothing does.
+Departs from the released code: it also clips the gradient of the whole batch at norm 10; here only a mechanism clips.
 """
 
 from __future__ import annotations

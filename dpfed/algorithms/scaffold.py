@@ -1,10 +1,10 @@
 """SCAFFOLD (Karimireddy et al. 2020, arXiv:1910.06378); privately DP-SCAFFOLD (Noble et al. 2022, arXiv:2111.09278).
 
-    local step   y <- y - eta_t (g - c_i + c + lambda y)           Karimireddy Alg. 1, l. 10
+    local step   y <- y - eta_t (g - c_i + c + lambda y)           Karimireddy Alg. 1
     upload       c_i+ = mean of the K gradients g                  "mean"; there option I costs one more gradient
-                 c_i+ = c_i - c - Delta_i / (K eta_t)              "option2": l. 12, option II
-                 Delta_i = y - x ; dc_i = c_i+ - c_i               l. 13 ; c_i stays with the client
-    server       x <- x + server_lr mean_i Delta_i                 l. 16, 17
+                 c_i+ = c_i - c - Delta_i / (K eta_t)              "option2": there option II
+                 Delta_i = y - x ; dc_i = c_i+ - c_i               c_i stays with the client
+    server       x <- x + server_lr mean_i Delta_i
                  c <- c + (S / N) mean_i dc_i
 
 The two controls are one without weight decay; with it, option II carries lambda times the mean iterate as well. The gradient is

@@ -45,13 +45,22 @@ class Simulation:
     Args:
         device: auto takes a GPU where there is one; or cpu, cuda, cuda:1.
         memory_gib: for the gradients in flight; by default half of a GPU's free memory, or what suits a CPU's caches.
+        clients_at_once: rows of the matrix; by default as many as the memory allows. Matrix products round differently for
+            other heights: with 1, the results have the same bits as those of clients that train one by one elsewhere.
     """
 
     device: str = "auto"
     memory_gib: float | None = None
+    clients_at_once: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.memory_gib is not None and not self.memory_gib > 0:
+            raise InputError(f"engine.memory_gib: must be above 0, got {self.memory_gib}. 1 is enough for small models.")
+        if self.clients_at_once is not None and self.clients_at_once < 1:
+            raise InputError(f"engine.clients_at_once: must be at least 1, got {self.clients_at_once}.")
 
     def open(self, job: Job) -> SimulationEngine:
-        return SimulationEngine(job, self.torch_device(), self.memory_gib)
+        return SimulationEngine(job, self.torch_device(), self.memory_gib, self.clients_at_once)
 
     def torch_device(self) -> torch.device:
         name = self.device if self.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
@@ -65,9 +74,12 @@ class Simulation:
 
 
 class SimulationEngine:
-    def __init__(self, job: Job, device: torch.device, memory_gib: float | None = None) -> None:
+    def __init__(
+        self, job: Job, device: torch.device, memory_gib: float | None = None, clients_at_once: int | None = None
+    ) -> None:
         self.job = job._replace(model=job.model.to(device), federation=job.federation.to(device))
-        self.device, self.memory_gib, self.memory = device, memory_gib, dict[int, Tree]()
+        self.device, self.memory_gib, self.clients_at_once = device, memory_gib, clients_at_once
+        self.memory = dict[int, Tree]()
 
     def train(self, t: Round, s: Tree, cohort: list[int]) -> tuple[Tree, list[Receipt]]:
         """The weighted mean of the cohort's uploads, summed in client order, and the receipts of what it cost."""
@@ -92,7 +104,7 @@ class SimulationEngine:
             budget = 2**25
         batch = chunk_width(self.job.mechanism.batch_size)
         gradients = max(1, int(budget / (3 * self.job.model.num_parameters * 4)))
-        return max(1, gradients // batch), min(batch, gradients)
+        return self.clients_at_once or max(1, gradients // batch), min(batch, gradients)
 
 
 def client_weights(job: Job, cohort: list[int]) -> list[float]:

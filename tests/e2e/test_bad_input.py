@@ -14,6 +14,7 @@ from torch import nn
 
 from dpfed import (
     FedAvg,
+    FedAvgLS,
     Federation,
     Gaussian,
     InputError,
@@ -73,6 +74,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "alpha 0": (lambda: dirichlet((X, Y), 4, alpha=0.0), ["alpha", "0.1"]),
     "too many shards": (lambda: shards((X, Y), 40), ["80"]),
     "users too few": (lambda: by_user((X, Y), [1, 2]), ["users", "40"]),
+    "a misspelt switch": (lambda: replace(recipe(), algorithm=FedAvgLS(where="sever")), ["algorithm.where", "client_step"]),
     "no rounds": (lambda: recipe(rounds=0), ["rounds", "0"]),
     "delta": (lambda: recipe(delta=1.0), ["delta", "1.0"]),
     "cohort": (lambda: recipe(cohort=9), ["cohort", "9", "4"]),

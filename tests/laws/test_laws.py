@@ -170,12 +170,13 @@ def test_the_order_of_the_clients_does_not_matter(algorithm: Algorithm) -> None:
 
 @every_candidate
 def test_a_cohort_is_its_clients_one_by_one(algorithm: Algorithm) -> None:
+    """Up to the last bits: a matrix product of another height may add in another order."""
     work, t, s, memory = midway(algorithm)
     uploads, kept, receipts = train_clients(work, t, s, EVERYBODY, memory)
     for i in EVERYBODY:
         [upload], own, [receipt] = train_clients(work, t, s, [i], memory)
-        assert_same(upload, uploads[i])
-        assert_same(own.get(i), kept.get(i))
+        assert_same(upload, uploads[i], tolerance=1e-12)
+        assert_same(own.get(i), kept.get(i), tolerance=1e-12)
         assert receipt == receipts[i]
 
 
