@@ -5,32 +5,29 @@ from __future__ import annotations
 import dataclasses
 import sys
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from dpfed.errors import InputError
 
-HELP = """\
-[bold]dpfed[/bold]: federated learning with a privacy guarantee for every single record
-
-  [cyan]dpfed run quickstart[/cyan]             compare three private methods on real data, in about a minute
-  [cyan]dpfed run quickstart --rounds 5[/cyan]  change any field of the recipe; [cyan]--help[/cyan] behind it shows all of them
-  [cyan]dpfed run fashion/DP-FedAdamW --algorithm.gamma 0.25 --mechanism.epsilon 3 --engine.device cuda[/cyan]
-  [cyan]dpfed resume RUN[/cyan]                 go on where a run was stopped or killed
-  [cyan]dpfed report RUN [RUN ...][/cyan]       the table, the figure and the privacy statement of runs
-  [cyan]dpfed ledger RUN[/cyan]                 what the run has cost every client, and what that means
-  [cyan]dpfed calibrate --epsilon 3 --num-examples 1000 --batch-size 16 --steps 2000[/cyan]
-                                   the noise that a budget needs
-  [cyan]dpfed list[/cyan]                       the recipes, tasks, algorithms and mechanisms
-
-Every run is a folder under runs/ that holds the recipe, the rows, the ledger and the weights.
-"""
+HELP = {
+    "run quickstart": "compare three private methods on real pictures, in about a minute",
+    "run quickstart --rounds 5": "change any field of the recipe; --help behind it shows all of them",
+    "run fashion/DP-FedAdamW --algorithm.gamma 0.25 --mechanism.epsilon 3 --engine.device cuda": "any method on any task",
+    "resume RUN": "go on where a run was stopped or killed",
+    "report RUN [RUN ...]": "the table, the figure and the privacy statement of runs",
+    "ledger RUN": "what the run has cost every client, and what that means",
+    "calibrate --epsilon 3 --num-examples 1000 --batch-size 16 --steps 2000": "the noise that a budget needs",
+    "list": "the recipes, tasks, algorithms and mechanisms",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -45,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "list": _list,
     }
     if not words or words[0] in ("-h", "--help", "help"):
-        Console(highlight=False).print(HELP)
+        _help()
         return
     try:
         if words[0] not in commands:
@@ -57,6 +54,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         Console(stderr=True).print("\nStopped. Nothing is lost: [cyan]dpfed resume[/cyan] goes on from the last checkpoint.")
         raise SystemExit(130) from None
+
+
+def _help() -> None:
+    console = Console(highlight=False)
+    console.print("[bold]dpfed[/bold]: federated learning with a privacy guarantee for every single record\n")
+    console.print(_two_columns((f"dpfed {command}", meaning) for command, meaning in HELP.items()))
+    console.print("\nEvery run is a folder under runs/ that holds the recipe, the rows, the ledger and the weights.")
+
+
+def _two_columns(lines: Iterable[tuple[str, str]]) -> Padding:
+    """Names and what they mean, side by side, so that long lines wrap inside their column."""
+    columns = Table.grid(padding=(0, 2))
+    columns.add_column(style="cyan", max_width=40)
+    for name, meaning in lines:
+        columns.add_row(name, meaning)
+    return Padding(columns, (0, 2))
 
 
 def _run(words: list[str]) -> None:
@@ -121,8 +134,6 @@ def _ledger(words: list[str]) -> None:
             run: the folder of the run, or one that holds several.
             delta: the probability with which epsilon may fail; by default the run's own.
         """
-        from rich.table import Table
-
         console = Console(highlight=False)
         for record in _records([run]):
             at = record.delta if delta is None else delta
@@ -188,21 +199,19 @@ def _list(words: list[str]) -> None:
 
     def show() -> None:
         """The recipes, tasks, algorithms and mechanisms."""
+        sections = {
+            "Recipes  (dpfed run RECIPE)": [
+                ("quickstart", catalogue.quickstart.__doc__ or ""),
+                *((f"{task}/METHOD", f"METHOD is one of {', '.join(catalogue.methods())}") for task in catalogue.TASKS),
+            ],
+            "Tasks": [(name, _summary(sys.modules[kind.__module__])) for name, kind in catalogue.TASKS.items()],
+            "Algorithms": [(name, _summary(sys.modules[getattr(algorithms, name).__module__])) for name in algorithms.__all__],
+            "Mechanisms": [(kind.__name__, _summary(kind)) for kind in (Gaussian, Plain)],
+        }
         console = Console(highlight=False)
-        console.print("[bold]Recipes[/bold]  (dpfed run RECIPE)")
-        console.print(f"  [cyan]quickstart[/cyan]  {catalogue.quickstart.__doc__}")
-        for task in catalogue.TASKS:
-            console.print(f"  [cyan]{task}/METHOD[/cyan]  with METHOD one of {', '.join(catalogue.methods())}")
-        console.print("[bold]Tasks[/bold]")
-        for name, kind in catalogue.TASKS.items():
-            console.print(f"  [cyan]{name}[/cyan]  {_summary(sys.modules[kind.__module__])}")
-        console.print("[bold]Algorithms[/bold]")
-        for name in algorithms.__all__:
-            module = sys.modules[getattr(algorithms, name).__module__]
-            console.print(f"  [cyan]{name}[/cyan]  {_summary(module)}")
-        console.print("[bold]Mechanisms[/bold]")
-        for kind in (Gaussian, Plain):
-            console.print(f"  [cyan]{kind.__name__}[/cyan]  {_summary(kind)}")
+        for title, lines in sections.items():
+            console.print(f"[bold]{title}[/bold]")
+            console.print(_two_columns(lines))
 
     tyro.cli(show, args=words, prog="dpfed list")
 
