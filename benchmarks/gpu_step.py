@@ -359,30 +359,31 @@ def errors(cohort: Cohort, totals: dict[str, Sum], notes: dict[str, Any]) -> Non
         notes[f"error of bfloat16, {name}"] = relative(total(cohort.theta, cohort.examples(torch.bfloat16)), whole)
 
 
+def attention_error(device: str, dtype: torch.dtype, kind: str) -> float:
+    """How far a fused kernel is from the definition in float64, the gradients of query, key and value included."""
+    torch.manual_seed(0)
+    given = [torch.randn(3, 49, 4, 32, device=device).to(dtype) for _ in range(4)]
+    bias = torch.randn(3, 1, 49, 49, device=device).to(dtype) if kind == "mask" else None
+    hidden = torch.ones(49, 49, dtype=torch.bool, device=device).triu(1)
+
+    def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        scores = q @ k.mT / 32**0.5 + (0 if bias is None else bias.double())
+        return (scores.masked_fill(hidden & (kind == "causal"), -torch.inf).softmax(-1) @ v).transpose(1, 2)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return fast.attention(q, k, v, bias, causal=kind == "causal")
+
+    def results(attend: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        out, back = torch.func.vjp(attend, *inputs[:3])
+        return torch.stack([out, *back(inputs[3])])
+
+    return relative(results(ours, *given), results(definition, *(x.double() for x in given)))
+
+
 def attention_errors(device: str) -> dict[str, float]:
-    """How far every fused kernel is from the definition in float64, the gradients of query, key and value included."""
-    found: dict[str, float] = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        for kind in ("no mask", "mask", "causal"):
-            torch.manual_seed(0)
-            q, k, v, g = (torch.randn(3, 49, 4, 32, device=device).to(dtype) for _ in range(4))
-            mask = torch.randn(3, 1, 49, 49, device=device).to(dtype) if kind == "mask" else None
-
-            def results(attend: Callable[..., Tensor], *given: Tensor | None) -> Tensor:
-                out, back = torch.func.vjp(lambda q, k, v: attend(q, k, v, given[4]), *given[:3])
-                return torch.stack([out, *back(given[3])]).double()
-
-            def definition(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-                q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-                scores = q @ k.mT / 32**0.5
-                if kind == "causal":  # noqa: B023
-                    scores = scores.masked_fill(torch.ones(49, 49, dtype=torch.bool, device=device).triu(1), -torch.inf)
-                return ((scores if mask is None else scores + mask).softmax(-1) @ v).transpose(1, 2)
-
-            ours = results(lambda q, k, v, mask: fast.attention(q, k, v, mask, causal=kind == "causal"), q, k, v, g, mask)  # noqa: B023
-            wide = [None if x is None else x.double() for x in (q, k, v, g, mask)]
-            found[f"error of attention, {dtype}, {kind}"] = relative(ours, results(definition, *wide))
-    return found
+    kinds = [(dtype, kind) for dtype in (torch.float32, torch.bfloat16) for kind in ("no mask", "mask", "causal")]
+    return {f"error of attention, {dtype}, {kind}": attention_error(device, dtype, kind) for dtype, kind in kinds}
 
 
 def child(name: str, tiny: bool, device: str, deadline: float, seconds: float, backend: str) -> None:

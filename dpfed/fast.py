@@ -125,15 +125,17 @@ def _attention_backward(
     return cast(Triple, _heads_last(*found))
 
 
-@torch.library.register_fake(_FORWARD)
 def _shape(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     n, length, heads, _ = q.shape
     return q.new_empty(n, length, heads, v.shape[-1]), q.new_empty(n, heads, length, dtype=_wide(q))
 
 
-@torch.library.register_fake(_BACKWARD)
 def _shapes(g: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Triple:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+torch.library.register_fake(_FORWARD, _shape)
+torch.library.register_fake(_BACKWARD, _shapes)
 
 
 def _folding(operator: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
