@@ -1,0 +1,287 @@
+"""Attention and convolutions that stay fast when every record and every client is mapped over.
+
+``vmap(vmap(grad(loss)))`` turns a model into one program for a whole cohort. Two kinds of layers lose by it: fused attention
+kernels have no rule for mapped axes and run one record after the other, and a convolution whose weights differ from client
+to client becomes a grouped one. Here attention is an operator whose rule folds the mapped axes into the batch, forward and
+backward, and a convolution is a matrix product of its patches. Both compute what the layers they stand for compute.
+
+    softmax(scale q k' + mask) v,      with  d mask = P * (dO v' - sum(dO * O)),  P = exp(scale q k' + mask - lse)
+
+(the backward pass of Dao et al., FlashAttention, 2022, arXiv 2205.14135). Needed by name in transformers' attention interface:
+``register()``, then ``attn_implementation="dpfed"``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dpfed.errors import InputError
+
+aten = torch.ops.aten
+Triple = tuple[Tensor, Tensor, Tensor]
+
+# Heads stand before the last axis, [N, T, heads, width], as the layers around attention have them: nothing is ever copied.
+
+_FORWARD, _BACKWARD = "dpfed::attention", "dpfed::attention_backward"
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal"
+torch.library.define(_FORWARD, f"({_INPUTS}) -> (Tensor, Tensor)")
+torch.library.define(_BACKWARD, f"(Tensor g, Tensor out, Tensor lse, {_INPUTS}) -> (Tensor, Tensor, Tensor)")
+
+
+def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple((x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2) for x in tensors)
+
+
+def _heads_last(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(tensor.transpose(1, 2).contiguous() for tensor in tensors)
+
+
+def _kernel(q: Tensor, mask: Tensor | None) -> str:
+    """The fused kernel for these inputs; ``plain`` where none takes them."""
+    if q.device.type == "cpu":
+        return "cpu"
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    if q.device.type != "cuda" or not (half or q.dtype == torch.float32) or q.shape[-1] % 8 or q.shape[-1] > 256:
+        return "plain"
+    return "flash" if half and mask is None else "efficient"
+
+
+def _bias(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:
+    """The mask as the efficient kernel wants it: rows that begin at a multiple of 16, the rest by strides."""
+    if mask is None:
+        return None
+    aligned = functional.pad(mask.to(q.dtype), (0, -k.shape[2] % 16))[..., : k.shape[2]]
+    return aligned.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+    scores = (q @ k.transpose(-1, -2)).to(_wide(q)) * scale
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1), -math.inf)
+    return scores if mask is None else scores + mask
+
+
+def _wide(q: Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
+
+
+@torch.library.impl(_FORWARD, "CompositeExplicitAutograd")
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    q, k, v = _heads_first(q, k, v)
+    kernel = _kernel(q, mask)
+    if kernel == "cpu":
+        narrow = None if mask is None else mask.to(q.dtype)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=narrow, scale=scale)
+    elif kernel == "flash":
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    elif kernel == "efficient":
+        bias = _bias(q, k, mask)
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)
+        lse = lse[..., : q.shape[2]]
+    else:
+        scores = _scores(q, k, mask, scale, causal)
+        lse = scores.logsumexp(-1)
+        out = (scores - lse.unsqueeze(-1)).exp().to(v.dtype) @ v
+    return _heads_last(out)[0], lse.contiguous()
+
+
+@torch.library.impl(_BACKWARD, "CompositeExplicitAutograd")
+def _attention_backward(
+    g: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    causal: bool,
+) -> Triple:
+    g, out, q, k, v = _heads_first(g, out, q, k, v)
+    kernel = _kernel(q, mask)
+    if kernel == "cpu":
+        narrow, run = None if mask is None else mask.to(q.dtype), aten._scaled_dot_product_flash_attention_for_cpu_backward
+        found = run(g, q, k, v, out, lse, 0.0, causal, attn_mask=narrow, scale=scale)
+    elif kernel == "flash":
+        run, (n, m) = aten._scaled_dot_product_flash_attention_backward, (q.shape[2], k.shape[2])
+        unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that there is not
+        found = run(g, q, k, v, out, lse, None, None, n, m, 0.0, causal, unused, unused[0], scale=scale)
+    elif kernel == "efficient":
+        lse = functional.pad(lse, (0, -q.shape[2] % 32), value=math.inf)
+        bias, run = _bias(q, k, mask), aten._scaled_dot_product_efficient_attention_backward
+        unused, wanted = torch.empty((), dtype=torch.long, device=q.device), [True, True, True, False]
+        found = run(g, q, k, v, bias, out, lse, unused, unused, 0.0, wanted, causal, scale=scale)[:3]
+    else:
+        weights = (_scores(q, k, mask, scale, causal) - lse.unsqueeze(-1)).exp()
+        inner = (weights * ((g @ v.transpose(-1, -2)) - (g * out).sum(-1, keepdim=True)) * scale).to(q.dtype)
+        found = inner @ k, inner.transpose(-1, -2) @ q, weights.to(g.dtype).transpose(-1, -2) @ g
+    return cast(Triple, _heads_last(*found))
+
+
+def _shape(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    n, length, heads, _ = q.shape
+    return q.new_empty(n, length, heads, v.shape[-1]), q.new_empty(n, heads, length, dtype=_wide(q))
+
+
+def _shapes(g: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Triple:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+torch.library.register_fake(_FORWARD, _shape)
+torch.library.register_fake(_BACKWARD, _shapes)
+
+
+def _folding(operator: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
+    """The rule for a mapped axis: it becomes part of the batch. What is the same for all of it is spread by strides."""
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        def fold(value: Any, where: int | None) -> Any:
+            if not isinstance(value, Tensor) or (where is None and value.shape[0] == 1 and value is inputs[mask]):
+                return value
+            whole = value.expand(info.batch_size, *value.shape) if where is None else value.movedim(where, 0)
+            return whole.reshape(-1, *whole.shape[2:])
+
+        mask = len(inputs) - 3
+        found = operator(*map(fold, inputs, in_dims))
+        return tuple(out.unflatten(0, (info.batch_size, -1)) for out in found), (0,) * len(found)
+
+    return rule
+
+
+torch.library.register_vmap(_FORWARD, _folding(torch.ops.dpfed.attention))
+torch.library.register_vmap(_BACKWARD, _folding(torch.ops.dpfed.attention_backward))
+
+
+class _Attention(torch.autograd.Function):
+    generate_vmap_rule = True  # both passes are made of operators that have rules
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        return torch.ops.dpfed.attention(q, k, v, mask, scale, causal)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *tensors, ctx.scale, ctx.causal = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*output, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        out, lse, q, k, v, mask = ctx.saved_tensors
+        g = grads[0]
+        found = torch.ops.dpfed.attention_backward(g, out, lse, q, k, v, mask, ctx.scale, ctx.causal)
+        return *found, _of_mask(ctx, g) if ctx.needs_input_grad[3] else None, None, None
+
+
+def _of_mask(ctx: Any, g: Tensor) -> Tensor:
+    """For a mask that is learnt, such as a bias by relative position: the only case that sees the whole matrix of weights."""
+    out, lse, q, k, v, mask = ctx.saved_tensors
+    g, out, q, k, v = _heads_first(g, out, q, k, v)
+    weights = (_scores(q, k, mask, ctx.scale, ctx.causal) - lse.unsqueeze(-1)).exp()
+    inner = weights * (g @ v.transpose(-1, -2) - (g * out).sum(-1, keepdim=True))
+    return inner.sum_to_size(mask.shape).to(mask.dtype)
+
+
+@torch.compiler.allow_in_graph
+def _apply(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+    return cast(Tensor, _Attention.apply(q, k, v, mask, scale, causal)[0])  # pyright: ignore[reportOptionalSubscript]
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, scale: float | None = None, causal: bool = False
+) -> Tensor:
+    """``softmax(scale q k' + mask) v`` of ``[N, T, heads, width]``; the mask is added and broadcasts to ``[N, heads, T, T]``.
+
+    >>> q = torch.ones(1, 2, 1, 8)
+    >>> attention(q, q, torch.arange(16.0).reshape(1, 2, 1, 8))[0, :, 0, 0]
+    tensor([4., 4.])
+    """
+    return _apply(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale, causal)
+
+
+def hugging_face_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **ignored: Any,
+) -> tuple[Tensor, None]:
+    """``attention`` as transformers calls it."""
+    if dropout:
+        raise InputError(f"model: attention drops out with p={dropout}, which is not supported yet. Set its dropout to 0.")
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    causal = causal and attention_mask is None and query.shape[2] > 1
+    q, k, v = _heads_first(query, key, value)
+    return attention(q, k, v, attention_mask, scale=scaling, causal=causal), None
+
+
+def register() -> None:
+    """Make ``attn_implementation="dpfed"`` known to transformers."""
+    masks = import_module("transformers.masking_utils")
+    import_module("transformers").AttentionInterface.register("dpfed", hugging_face_attention)
+    masks.AttentionMaskInterface.register("dpfed", masks.eager_mask)
+
+
+class PatchConv2d(nn.Conv2d):
+    """A convolution as a matrix product of its patches: the same numbers up to rounding, and fast with weights per client."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        where = self.stride, cast(tuple[int, int], self.padding), self.dilation
+        return patch_convolution(input, weight, bias, *where, product=self._product)
+
+    def _product(self, patches: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return functional.linear(patches, weight, bias)
+
+
+def patch_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: tuple[int, ...] = (1, 1),
+    padding: tuple[int, ...] = (0, 0),
+    dilation: tuple[int, ...] = (1, 1),
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = functional.linear,
+) -> Tensor:
+    """``[N, C, H, W]``, ``[out, C, h, w]`` -> ``[N, out, H', W']``
+
+    >>> x, weight = torch.ones(1, 2, 3, 3), torch.ones(4, 2, 2, 2)
+    >>> torch.equal(patch_convolution(x, weight, None), torch.nn.functional.conv2d(x, weight))
+    True
+    """
+    (height, width), (down, right) = weight.shape[2:], stride
+    x = functional.pad(x, (padding[1], padding[1], padding[0], padding[0])).permute(0, 2, 3, 1)
+    rows, columns = (
+        (size - step * (kernel - 1) - 1) // jump + 1
+        for size, step, kernel, jump in zip(x.shape[1:3], dilation, (height, width), stride, strict=True)
+    )
+    if (height, width) == tuple(stride) and max(dilation) == 1:  # nothing overlaps
+        tiles = x[:, : rows * down, : columns * right].unflatten(2, (columns, right)).unflatten(1, (rows, down))
+        patches = tiles.transpose(2, 3).flatten(3)
+    else:
+        above, left = range(0, height * dilation[0], dilation[0]), range(0, width * dilation[1], dilation[1])
+        last = (rows - 1) * down + 1, (columns - 1) * right + 1
+        patches = torch.cat([x[:, i : i + last[0] : down, j : j + last[1] : right] for i in above for j in left], -1)
+    return product(patches, weight.permute(0, 2, 3, 1).flatten(1), bias).permute(0, 3, 1, 2).contiguous()
+
+
+def with_patches(module: nn.Module) -> nn.Module:
+    """The same module, the convolutions it trains computed by patches wherever that is possible."""
+    for part in module.modules():
+        plain = type(part) is nn.Conv2d and part.groups == 1 and part.padding_mode == "zeros"
+        if plain and part.weight.requires_grad and not isinstance(part.padding, str):
+            part.__class__ = PatchConv2d
+    return module

@@ -1,0 +1,108 @@
+"""Every fast layer beside the plain one it stands for: the same values and the same per-record gradients, also compiled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from dpfed.fast import attention, with_patches
+
+S, B, T, HEADS, WIDTH = 2, 3, 7, 2, 8
+Attend = Callable[..., Tensor]
+
+
+def by_definition(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool = False) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+    return ((scores if mask is None else scores + mask).softmax(-1) @ v).transpose(1, 2)
+
+
+def masks(kind: str, dtype: torch.dtype) -> tuple[Tensor | None, tuple[int | None, int | None]]:
+    """A mask, and over which of its axes clients and records are mapped."""
+    shape, dims = {
+        "none": ((), (None, None)),
+        "of the model": ((1, HEADS, T, T), (None, None)),
+        "of the windows": ((2, 1, T, T), (None, None)),
+        "of the record": ((S, B, 1, 1, 1, T), (0, 0)),
+    }[kind]
+    return None if kind == "none" else torch.randn(shape, dtype=dtype), dims
+
+
+def per_record(attend: Attend, mask: Tensor | None, dims: tuple[int | None, int | None], causal: bool) -> Callable[..., Tensor]:
+    def loss(weight: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
+        q, k, v = (x @ weight).unflatten(-1, (3, HEADS, WIDTH)).unbind(2)
+        return attend(q, k, v, mask, causal=causal).sin().sum()
+
+    mapped = vmap(vmap(grad(loss), in_dims=(None, 0, dims[1])), in_dims=(0, 0, dims[0]))
+    return lambda weight, x: mapped(weight, x, mask)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of torch, about itself
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(
+    ("kind", "causal"),
+    [("none", False), ("none", True), ("of the model", False), ("of the windows", False), ("of the record", False)],
+)
+def test_gradients_of_records_and_clients(
+    kind: str, causal: bool, dtype: torch.dtype, tolerance: float, compiled: bool
+) -> None:
+    torch.manual_seed(0)
+    n = 2 if kind == "of the windows" else 1
+    weight, x = torch.randn(S, 5, 3 * HEADS * WIDTH, dtype=dtype), torch.randn(S, B, n, T, 5, dtype=dtype)
+    mask, dims = masks(kind, dtype)
+    ours, plain = (per_record(attend, mask, dims, causal) for attend in (attention, by_definition))
+    torch.compiler.reset()
+    found = torch.compile(ours, fullgraph=True)(weight, x) if compiled else ours(weight, x)
+    expected = plain(weight, x)
+    assert (found - expected).norm() <= tolerance * expected.norm()
+    assert expected.norm() > 0.1
+
+
+def test_a_learnt_mask_gets_its_gradient() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, B, 1, T, HEADS, WIDTH, dtype=torch.float64)
+    mask = torch.randn(1, HEADS, T, T, dtype=torch.float64)
+
+    def gradient(attend: Attend) -> Tensor:
+        return vmap(grad(lambda mask, *rest: attend(*rest, mask).sin().sum()), in_dims=(None, 0, 0, 0))(mask, q, k, v)
+
+    torch.testing.assert_close(gradient(attention), gradient(by_definition), rtol=1e-12, atol=1e-12)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    first = nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Tanh(), nn.Conv2d(4, 6, 3, stride=2, padding=1, bias=False)
+    second = nn.Tanh(), nn.Conv2d(6, 4, 1, stride=2), nn.Conv2d(4, 3, 2, dilation=2, padding=(2, 1)), nn.Conv2d(3, 4, 2, 2)
+    return nn.Sequential(*first, *second, nn.Flatten(), nn.LazyLinear(2)).double()
+
+
+def test_convolutions_by_patches_are_convolutions() -> None:
+    x = torch.randn(S, B, 1, 2, 9, 11, dtype=torch.float64)
+    plain, ours = net(), with_patches(net())
+    plain(x[0, 0]), ours(x[0, 0])
+    assert sum(type(part).__name__ == "PatchConv2d" for part in ours.modules()) == 5
+    ours.load_state_dict(plain.state_dict())
+    weights = {name: torch.stack([p.detach(), p.detach() * 1.1]) for name, p in plain.named_parameters()}
+
+    def gradients(module: nn.Module) -> dict[str, Tensor]:
+        def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+            return functional_call(module, weights, (x,)).square().sum()
+
+        return vmap(vmap(grad(loss), in_dims=(None, 0)))(weights, x)
+
+    found, expected = gradients(ours), gradients(plain)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-11, atol=1e-11)
+
+
+def test_what_cannot_be_done_by_patches_is_left_alone() -> None:
+    layers = nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(4, 4, 3, padding_mode="reflect", padding=1))
+    assert [type(part) for part in with_patches(layers)] == [nn.Conv2d, nn.Conv2d]
