@@ -6,14 +6,13 @@ turns, so that whatever else the machine does hits all of them alike.
 
 from __future__ import annotations
 
+import argparse
 import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import torch
-import tyro
 from torch import Tensor, nn
 
 from dpfed import optim
@@ -54,22 +53,8 @@ def machine(device: str) -> str:
     return f"{name}, {torch.get_num_threads()} of {torch.multiprocessing.cpu_count()} cores used"
 
 
-def main(
-    layers: int = 2,
-    repeat: int = 15,
-    threads: int = 0,
-    device: str = "cuda" if torch.cuda.is_available() else "cpu",
-    clock: Literal["wall", "cpu"] = "wall",
-) -> None:
-    """Measure the memory and the step of MicroAdam and its peers.
-
-    Args:
-        layers: transformer layers; each has 1.8 million parameters.
-        repeat: how many turns each contestant gets.
-        threads: of torch; 0 leaves it to torch.
-        device: cpu, cuda or cuda:1.
-        clock: wall, or cpu for the CPU seconds of this process: steadier while others use the machine; of no use on a GPU.
-    """
+def measure(layers: int, repeat: int, threads: int, device: str, clock: str) -> None:
+    """Print the memory and the step of MicroAdam and its peers as a table in Markdown."""
     if threads:
         torch.set_num_threads(threads)
     now = {"wall": time.perf_counter, "cpu": time.process_time}[clock]
@@ -98,5 +83,22 @@ def main(
         print(f"| {name:30} | {per_coordinate:18.3f} | {middle:8.2f} | {f'{low:.2f} to {high:.2f}':>17} | {ratio:7.2f} |")
 
 
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__)
+    words.add_argument("--layers", type=int, nargs="+", default=[2], help="transformer layers; each has 1.8 million parameters")
+    words.add_argument("--repeat", type=int, default=15, help="how many turns each contestant gets")
+    words.add_argument("--threads", type=int, default=0, help="of torch; 0 leaves it to torch")
+    words.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:1")
+    words.add_argument(
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help="cpu: of this process, steadier on a busy machine, not for a GPU",
+    )
+    chosen = words.parse_args()
+    for layers in chosen.layers:
+        measure(layers, chosen.repeat, chosen.threads, chosen.device, chosen.clock)
+
+
 if __name__ == "__main__":
-    tyro.cli(main)
+    main()

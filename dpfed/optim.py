@@ -9,8 +9,8 @@ of your own. ``noise_var`` is the variance of the noise in a coordinate of ``p.g
 ``noise_var`` before the step. The other settings are the fields of the algorithm of the same name, ``betas`` for ``beta1`` and
 ``beta2``. SGD is torch's own.
 
-The Adams work in place and on all tensors at once (``torch._foreach``), as torch's do; MicroAdam, which goes tensor by tensor
-anyhow, is the algorithm itself.
+The Adams work in place and on all tensors at once (``torch._foreach``), as torch's do; MicroAdam is the algorithm itself, one
+step for all tensors, whose states are views of what that step leaves.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
@@ -19,9 +19,11 @@ anyhow, is the algorithm itself.
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import abstractmethod
 from collections.abc import Callable
-from itertools import chain
+from functools import cache
+from itertools import accumulate, chain
 from typing import Any, ClassVar, cast
 
 import torch
@@ -32,7 +34,7 @@ from dpfed import algorithms
 from dpfed.algorithm import Release, Round, leaves, like
 from dpfed.errors import InputError
 from dpfed.flat import Layout, Part
-from dpfed.pieces import ema
+from dpfed.pieces import constant, ema, num_kept
 
 
 class _Centralised(Optimizer):
@@ -162,15 +164,40 @@ class MicroAdam(_Centralised):
     algorithm = algorithms.MicroAdam
 
     def _update(self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]) -> None:
-        algorithm = self._algorithm(group)
-        structure = algorithm.server_init(torch.empty(1, device="meta"), _ONE)
+        """Tensors that have taken as many steps are one vector: so there is one step of the algorithm for all of them."""
+        alike: dict[Any, list[tuple[Tensor, Tensor]]] = {}
         for p, gradient in zip(params, gradients, strict=True):
-            state, theta, layout = self.state[p], p.reshape(-1), Layout((Part("", (p.numel(),), "weights"),))
-            s = like(structure, state | {"theta": theta}) if state else algorithm.server_init(theta, layout)
-            t = Round(state.get("step", 0), 1.0, 1, layout)
-            s = algorithm.server_step(s, Release(gradient.reshape(-1), theta.new_zeros(1)), t)
-            p.copy_(s.theta.view_as(p))
-            state.update(dict(leaves(s._replace(theta=None))), step=t.index + 1)
+            alike.setdefault((self.state[p].get("step", 0), p.dtype, p.device), []).append((p, gradient))
+        for (step, _, _), pairs in alike.items():
+            own, given = [list(side) for side in zip(*pairs, strict=True)]
+            self._update_alike(self._algorithm(group), step, own, given)
+
+    def _update_alike(self, algorithm: Any, step: int, params: list[Tensor], gradients: list[Tensor]) -> None:
+        sizes, states = [p.numel() for p in params], [self.state[p] for p in params]
+        layout = Layout(tuple(Part("", (size,), "weights") for size in sizes))
+        theta, gradient = (torch.cat([tensor.reshape(-1) for tensor in tensors]) for tensors in (params, gradients))
+        num_blocks = [math.ceil(size / algorithm.quant_block) for size in sizes]
+        kept = [num_kept(size, algorithm.density) for size in sizes]
+        widths = {"error": sizes, "error.low": num_blocks, "error.high": num_blocks, "ring.places": kept, "ring.values": kept}
+        widths["error.codes"] = [algorithm.quant_block // 2 * number for number in num_blocks]
+        starts = constant(tuple(accumulate([0, *sizes[:-1]])), theta.device)  # of each tensor, which counts its places from 0
+        shift = starts.repeat_interleave(constant(tuple(kept), theta.device), output_size=sum(kept)).int()
+        if step == 0:
+            s = algorithm.server_init(theta, layout)
+        else:
+            own = {name: torch.cat([state[name] for state in states], dim=1) for name in states[0] if name != "step"}
+            own["ring.places"] += shift
+            s = like(_structure(algorithm.ef_bits), {"theta": theta} | {name: matrix.flatten() for name, matrix in own.items()})
+        s = algorithm.server_step(s, Release(gradient, theta.new_zeros(1)), Round(step, 1.0, 1, layout))
+        pairs = zip(s.theta.split(sizes), params, strict=True)
+        torch._foreach_copy_(params, [piece.view_as(p) for piece, p in pairs])
+        for name, vector in leaves(s._replace(theta=None)):
+            matrix = vector.view(algorithm.window if name.startswith("ring.") else 1, -1)
+            matrix = matrix - shift if name == "ring.places" else matrix
+            for state, piece in zip(states, matrix.split(widths[name], dim=1), strict=True):
+                state[name] = piece
+        for state in states:
+            state["step"] = step + 1
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch turns all that it loads into the parameters' type; codes, places and bfloat16 have to stay what they are."""
@@ -180,3 +207,8 @@ class MicroAdam(_Centralised):
         for key, p in zip(saved, own, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
                 self.state[p][name] = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
+
+
+@cache
+def _structure(ef_bits: Any) -> Any:
+    return algorithms.MicroAdam(ef_bits=ef_bits).server_init(torch.empty(1, device="meta"), _ONE)

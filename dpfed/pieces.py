@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache, wraps
 from itertools import accumulate
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._triton import has_triton
 
 Schedule = Literal["cosine", "constant", "linear"]
 Number = TypeVar("Number", Tensor, float)
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
 
 
 def schedule_scale(schedule: Schedule, t: int, num_rounds: int, num_warmup: int = 0) -> float:
@@ -124,23 +128,59 @@ def quantise(x: Tensor, sizes: Sequence[int], block: int) -> Quantised:
 
     The last block of a tensor is filled up with its last entry, which changes neither its least nor its greatest value.
     """
-    pieces = [piece for part in x.split(sizes) for piece in (part, part[-1:].expand(-len(part) % block))]
-    blocks = torch.cat(pieces).view(-1, block)
-    low, high = (end.to(small_dtype(x.dtype)) for end in blocks.aminmax(dim=-1))
-    start, unit = _grid(low, high, x.dtype)
-    codes = ((blocks - start) / unit.masked_fill(unit == 0, math.inf) + 0.5).floor().clamp(0, 15).to(torch.uint8)
-    first, second = codes.view(-1, 2).unbind(-1)
-    return Quantised(first << 4 | second, low, high)
+    stretches = _stretches(tuple(sizes), block)
+    parts = zip(x.split([length for length, _ in stretches]), stretches, strict=True)
+    pieces = [piece for part, (_, missing) in parts for piece in (part, part[-1:].expand(missing))]
+    return Quantised(*_encoded(torch.cat(pieces).view(-1, block)))
 
 
 def dequantise(packed: Quantised | Tensor, sizes: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
     """The vector that the codes stand for; one that was never quantised stands for itself."""
     if isinstance(packed, Tensor):
         return packed
-    start, unit = _grid(packed.low, packed.high, dtype)
-    codes = torch.stack([packed.codes >> 4, packed.codes & 15], dim=-1).view(-1, block)
-    pieces = (codes * unit + start).view(-1).split([size + -size % block for size in sizes])
-    return torch.cat([piece[:size] for piece, size in zip(pieces, sizes, strict=True)])
+    stretches, blocks = _stretches(tuple(sizes), block), _decoded(packed.codes.view(-1, block // 2), *packed[1:], dtype)
+    pieces = blocks.view(-1).split([length + missing for length, missing in stretches])
+    return torch.cat([piece[:length] for piece, (length, _) in zip(pieces, stretches, strict=True)])
+
+
+@cache
+def _stretches(sizes: tuple[int, ...], block: int) -> list[tuple[int, int]]:
+    """Neighbouring tensors up to one whose last block is not full: how long they are together, and what is missing."""
+    found = [(0, 0)]
+    for size in sizes:
+        length, missing = found[-1]
+        if missing:
+            found.append((size, -size % block))
+        else:
+            found[-1] = (length + size, -size % block)
+    return found
+
+
+def fused(function: Callable[Given, Made]) -> Callable[Given, Made]:
+    """On a GPU the whole function is one pass over the memory, compiled when it is first called; elsewhere it is itself."""
+    compiled = cache(lambda: torch.compile(function, dynamic=True))
+
+    @wraps(function)
+    def either(*given: Given.args, **named: Given.kwargs) -> Made:
+        on_gpu = isinstance(given[0], Tensor) and given[0].is_cuda and has_triton()
+        return (compiled() if on_gpu else function)(*given, **named)
+
+    return either
+
+
+@fused
+def _encoded(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    low, high = (end.to(small_dtype(blocks.dtype)) for end in blocks.aminmax(dim=-1))
+    start, unit = _grid(low, high, blocks.dtype)
+    codes = ((blocks - start) / unit.masked_fill(unit == 0, math.inf) + 0.5).floor().clamp(0, 15).to(torch.uint8)
+    first, second = codes.view(-1, 2).unbind(-1)
+    return first << 4 | second, low, high
+
+
+@fused
+def _decoded(codes: Tensor, low: Tensor, high: Tensor, dtype: torch.dtype) -> Tensor:
+    start, unit = _grid(low, high, dtype)
+    return torch.stack([codes >> 4, codes & 15], dim=-1).flatten(1) * unit + start
 
 
 def _grid(low: Tensor, high: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -174,21 +214,41 @@ def empty_ring(like: Tensor, sizes: Sequence[int], density: float, window: int) 
 
 def move_top(x: Tensor, ring: Ring, slot: int, window: int, sizes: Sequence[int], density: float) -> tuple[Tensor, Ring]:
     """Moves the largest magnitudes of every tensor in ``x`` into a slot of the ring; zeros stay where they stood."""
-    tensors = zip(accumulate([0, *sizes[:-1]]), x.split(sizes), strict=True)
-    top = [start + part.abs().topk(num_kept(len(part), density), sorted=False).indices for start, part in tensors]
-    where = torch.cat(top)
+    where = _top(x, sizes, density)
     places = ring.places.view(window, -1).select_scatter(where.int(), 0, slot)
     values = ring.values.view(window, -1).select_scatter(x[where].to(ring.values.dtype), 0, slot)
     return x.index_fill(0, where, 0), Ring(places.flatten(), values.flatten())
 
 
-def ring_sum(ring: Ring, factors: Sequence[float], power: int, like: Tensor) -> Tensor:
-    """``[d]``: the values to a power, each slot times its factor, added where they stand.
+def _top(x: Tensor, sizes: Sequence[int], density: float) -> Tensor:
+    """Where they stand, tensor after tensor. Tensors of one size are searched together: a GPU waits for nothing but starts."""
+    tensors, starts = x.split(sizes), list(accumulate([0, *sizes[:-1]]))
+    top = [x] * len(tensors)
+    for size in dict.fromkeys(sizes):
+        alike = [number for number, other in enumerate(sizes) if other == size]
+        found = torch.stack([tensors[number] for number in alike]).abs().topk(num_kept(size, density), sorted=False).indices
+        found = found + constant(tuple(starts[number] for number in alike), x.device).unsqueeze(1)
+        for number, places in zip(alike, found.unbind(), strict=True):
+            top[number] = places
+    return torch.cat(top)
+
+
+@lru_cache(maxsize=1024)
+def constant(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Numbers that stay, brought to a device once: it would have to wait for them each time."""
+    return torch.tensor(numbers, device=device)
+
+
+def ring_moments(ring: Ring, first: Sequence[float], second: Sequence[float], like: Tensor) -> tuple[Tensor, Tensor]:
+    """At the place of every entry, the sums of the values and of their squares, each slot times its two factors.
 
     Slot after slot, and no slot names a place twice: so a GPU, too, adds in the same order each time.
     """
-    total, num_slots = torch.zeros_like(like), len(factors)
-    values = ring.values.to(like.dtype) ** power
-    for where, what, factor in zip(ring.places.view(num_slots, -1), values.view(num_slots, -1), factors, strict=True):
-        total.index_add_(0, where, what, alpha=factor)
-    return total
+    places, values = ring.places.view(len(first), -1), ring.values.to(like.dtype).view(len(first), -1)
+    found: list[Tensor] = []
+    for factors, terms in ((first, values), (second, values.square())):
+        total = torch.zeros_like(like)
+        for where, what, factor in zip(places, terms, factors, strict=True):
+            total.index_add_(0, where, what, alpha=factor)
+        found.append(total[ring.places])
+    return found[0], found[1]

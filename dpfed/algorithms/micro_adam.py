@@ -29,7 +29,7 @@ from torch import Tensor
 from dpfed.algorithm import Gradient, Release, Round, require_one_step
 from dpfed.errors import InputError
 from dpfed.flat import Layout
-from dpfed.pieces import Quantised, Ring, decayed, dequantise, empty_ring, move_top, quantise, ring_sum
+from dpfed.pieces import Quantised, Ring, decayed, dequantise, empty_ring, move_top, quantise, ring_moments
 
 
 class Server(NamedTuple):
@@ -78,6 +78,7 @@ class MicroAdam:
         error = quantise(a, sizes, self.quant_block) if self.ef_bits else a
         ages = [(t.index - slot) % self.window for slot in range(self.window)]
         counted = num_steps if self.bias_correction == "paper" else min(num_steps, self.window)
-        shares = [[(1 - beta) / (1 - beta**counted) * beta**age for age in ages] for beta in (self.beta1, self.beta2)]
-        mhat, vhat = (ring_sum(ring, share, power, a) for share, power in zip(shares, (1, 2), strict=True))
-        return Server(decayed(s.theta, lr, self.weight_decay) - lr * mhat / (self.eps + vhat.sqrt()), error, ring)
+        first, second = ([(1 - beta) / (1 - beta**counted) * beta**age for age in ages] for beta in (self.beta1, self.beta2))
+        mhat, vhat = ring_moments(ring, first, second, a)
+        theta, moved = decayed(s.theta, lr, self.weight_decay), ring.places.long()
+        return Server(theta.index_put((moved,), theta[moved] - lr * mhat / (self.eps + vhat.sqrt())), error, ring)
