@@ -24,6 +24,7 @@ HELP = {
     "run fashion/DP-FedAdamW --algorithm.gamma 0.25 --mechanism.epsilon 3 --engine.device cuda": "any method on any task",
     "resume RUN": "go on where a run was stopped or killed",
     "report RUN [RUN ...]": "the table, the figure and the privacy statement of runs",
+    "report RUN --diagnostics": "drift, moments and noise, of a run made with --diagnostics",
     "ledger RUN": "what the run has cost every client, and what that means",
     "calibrate --epsilon 3 --num-examples 1000 --batch-size 16 --steps 2000": "the noise that a budget needs",
     "list": "the recipes, tasks, algorithms and mechanisms",
@@ -112,16 +113,25 @@ def _resume(words: list[str]) -> None:
 
 
 def _report(words: list[str]) -> None:
-    def report(runs: Annotated[tuple[Path, ...], tyro.conf.Positional], figure: Path | None = None) -> None:
+    from dpfed.diagnostics import diagnostics_figure
+
+    def report(
+        runs: Annotated[tuple[Path, ...], tyro.conf.Positional], figure: Path | None = None, diagnostics: bool = False
+    ) -> None:
         """The table, the figure and the privacy statement of runs.
 
         Args:
             runs: folders of runs, or folders that hold several.
             figure: where to write the figure (.png, .svg or .pdf); by default figure.png in the first folder.
+            diagnostics: draw drift and moments instead, into diagnostics.png; the runs were made with --diagnostics.
         """
         if not runs:
             raise InputError("runs: name at least one folder of a run.")
-        _show(_records(runs), figure or runs[0] / "figure.png")
+        if diagnostics:
+            path = diagnostics_figure(_records(runs), figure or runs[0] / "diagnostics.png")
+            Console(highlight=False).print(f"Figure   {path}")
+        else:
+            _show(_records(runs), figure or runs[0] / "figure.png")
 
     tyro.cli(report, args=words, prog="dpfed report")
 

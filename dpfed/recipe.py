@@ -39,6 +39,7 @@ class Recipe:
         warmup: rounds in which the learning rate first rises.
         weighting: of the uploads: all alike, or by the clients' (public) numbers of records.
         evaluate_every: rounds between two looks at the test records.
+        diagnostics: describe drift and moments in every row (dpfed report RUN --diagnostics shows them).
         engine: where the clients train.
     """
 
@@ -54,6 +55,7 @@ class Recipe:
     warmup: int = 0
     weighting: Literal["uniform", "examples"] = "uniform"
     evaluate_every: int = 1
+    diagnostics: bool = False
     engine: Simulation = field(default_factory=Simulation)
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +24,13 @@ from torch import Tensor
 from dpfed.algorithm import Algorithm, Round, Tree, client_round, like, num_bytes
 from dpfed.algorithm import leaves as named
 from dpfed.data import Federation, generator
+from dpfed.diagnostics import Observed, columns, own_upload
 from dpfed.engines.simulation import Engine, Job, client_weights, memory_tensors, protections
 from dpfed.errors import InputError
 from dpfed.flat import FlatModel, Layout, Part
 from dpfed.ledger import Event, Ledger, Receipt, calibrate
 from dpfed.pieces import schedule_scale
-from dpfed.privacy import Mechanism, Plain, events
+from dpfed.privacy import Mechanism, Plain, events, expected_size
 from dpfed.recipe import Recipe, to_json
 from dpfed.record import RunRecord, environment
 
@@ -155,6 +157,8 @@ def begin(
     job = Job(model, federation, recipe.algorithm, recipe.mechanism, recipe.seed, recipe.weighting)
     planned = calibrated(recipe, job, dry)
     job = job._replace(mechanism=planned.mechanism)
+    if recipe.diagnostics and recipe.mechanism.noise == "local":
+        job = job._replace(algorithm=Observed(recipe.algorithm))
     plain = to_json(recipe) | {
         "name": recipe.name,
         "sigma": planned.mechanism.sigma,
@@ -212,13 +216,16 @@ def _training(recipe: Recipe, record: RunRecord, engine: Engine, job: Job) -> It
         upload, receipts = engine.train(now, s, cohort)
         if sorted(receipts) != plan:
             raise RuntimeError(f"round {t}: the engine spent other events than were charged; nothing of it is released")
-        s = algorithm.server_step(s, upload, now)
+        s = algorithm.server_step(s, own_upload(upload), now)
         if not bool(s.theta.isfinite().all()):
             raise InputError(
                 f"algorithm.lr: the parameters became NaN or Inf in round {t}; the learning rate is too large. Lower it and "
                 f"start again. The rows until then are in {record.path}."
             )
-        row: Row = {"t": t, "clients": len(cohort), "bytes_down": bytes_down, "bytes_up": num_bytes(upload)}
+        row: Row = {"t": t, "clients": len(cohort), "bytes_down": bytes_down, "bytes_up": num_bytes(own_upload(upload))}
+        if recipe.diagnostics:
+            noise_var = noise_variance(job, cohort)
+            row["diagnostics"] = columns(algorithm, s, upload, now, noise_var)
         if (t + 1) % recipe.evaluate_every == 0 or t == recipe.rounds - 1:
             if job.federation.test is not None:
                 row |= job.model.evaluate(s.theta, job.federation.test)
@@ -233,6 +240,15 @@ def _training(recipe: Recipe, record: RunRecord, engine: Engine, job: Job) -> It
         yield row
     if not record.finished:
         record.save_model(job.model.layout.views(s.theta))
+
+
+def noise_variance(job: Job, cohort: list[int]) -> float:
+    """Phi = (sigma C / B)^2 of a client's gradient, the mean over the cohort."""
+    mechanism, sizes = job.mechanism, [expected_size(job.mechanism, job.federation.sizes[i]) for i in cohort]
+    if not mechanism.sigma:
+        return 0.0
+    share = len(cohort) if mechanism.noise == "distributed" else 1
+    return fmean((mechanism.sigma * mechanism.clip / size) ** 2 / share for size in sizes)
 
 
 def _memory(structure: Tree, tensors: dict[str, Tensor]) -> dict[int, Tree]:

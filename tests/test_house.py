@@ -28,6 +28,7 @@ ORDER = (
     "engines/",
     "tasks/",
     "report",
+    "diagnostics",
     "record",
     "tables",
     "recipe",
