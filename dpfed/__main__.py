@@ -28,6 +28,7 @@ HELP = {
     "ledger RUN": "what the run has cost every client, and what that means",
     "calibrate --epsilon 3 --num-examples 1000 --batch-size 16 --steps 2000": "the noise that a budget needs",
     "list": "the recipes, tasks, algorithms and mechanisms",
+    "published dp-fedadamw swin-base": "what the papers state of a method, a data set, a model, and what not",
 }
 
 
@@ -41,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "ledger": _ledger,
         "calibrate": _calibrate,
         "list": _list,
+        "published": _published,
     }
     if not words or words[0] in ("-h", "--help", "help"):
         _help()
@@ -201,6 +203,23 @@ def _calibrate(words: list[str]) -> None:
         )
 
     tyro.cli(find, args=words, prog="dpfed calibrate")
+
+
+def _published(words: list[str]) -> None:
+    from dpfed.published import described, entries, plain
+
+    def show(about: Annotated[tuple[str, ...], tyro.conf.Positional] = ()) -> None:
+        """What the papers state, and what they do not: dpfed published DP-FedAdamW CIFAR-100 Swin-Base.
+
+        Args:
+            about: parts of the names of methods, data sets and models; all of them have to fit.
+        """
+        found = [entry for names, entry in entries().items() if all(any(plain(w) in name for name in names) for w in about)]
+        if not found:
+            raise InputError(f"about: no paper has {' '.join(about)}. `dpfed published` shows all.")
+        print("\n".join(map(described, found)))
+
+    tyro.cli(show, args=words, prog="dpfed published")
 
 
 def _list(words: list[str]) -> None:

@@ -32,6 +32,7 @@ ORDER = (
     "record",
     "tables",
     "recipe",
+    "published",
     "rounds",
     "catalogue",
     "audit",
