@@ -71,8 +71,11 @@ class Published(NamedTuple):
 
     def recipe(self, task: AnyTask, **changes: Any) -> Recipe:
         """The run on a task; ``changes`` are fields of the recipe: seed, engine, rounds."""
-        stated: dict[str, Any] = {name: getattr(self.setting, name) for name in ("rounds", "local_steps", "cohort", "schedule")}
-        return Recipe(task, self.algorithm, self.mechanism, **{"delta": self.delta} | stated | changes)
+        settings: dict[str, Any] = {
+            name: getattr(self.setting, name) for name in ("rounds", "local_steps", "cohort", "schedule")
+        }
+        settings |= {"delta": self.delta} | changes
+        return Recipe(task, self.algorithm, self.mechanism, **settings)
 
 
 def published(method: str, dataset: str, model: str, **given: Any) -> Published:
@@ -131,6 +134,7 @@ def plain(name: str) -> str:
 SEARCHED = "the paper says only where it searched: "
 SGD_LR = {"lr": SEARCHED + "0.01, 0.03, 0.05, 0.1, 0.3"}
 ADAM_LR = {"lr": SEARCHED + "1e-4, 2e-4, 3e-4, 5e-4, 8e-4, 1e-3"}
+PLAIN_LR = {"lr": SEARCHED + "1e-4, 3e-4, 5e-4, 8e-4, 1e-3"}
 SERVER_LR = {"server_lr": "the paper does not say; the FedOpt paper searches 1e-3, 1e-2, 1e-1"}
 MIXING = {"a": "the paper does not say; 0.1 is usual"}
 LORA = "LoRA of rank 16, alpha 32, dropout 0.1"
@@ -160,11 +164,11 @@ WITHOUT: dict[str, Method] = {
     "FedAvg": (algorithms.FedAvg, SGD_DECAY, SGD_LR),
     "SCAFFOLD": (algorithms.Scaffold, SGD_DECAY, SGD_LR),
     "FedCM": (algorithms.FedCM, SGD_DECAY, SGD_LR | MIXING),
-    "Local Adam": (algorithms.LocalAdam, {}, ADAM_LR | {"weight_decay": SEARCHED + "0.01, 0.001"}),
+    "Local Adam": (algorithms.LocalAdam, {}, PLAIN_LR | {"weight_decay": SEARCHED + "0.01, 0.001"}),
     "FedAdam": (algorithms.FedOpt, SGD_DECAY | {"server": "adam"}, SGD_LR | SERVER_LR),
-    "FedLADA": (algorithms.FedLADA, {}, ADAM_LR | MIXING),
-    "Local AdamW": (algorithms.LocalAdamW, ADAMW_DECAY, ADAM_LR),
-    "FedAdamW": (algorithms.FedAdamW, ADAMW_DECAY | {"gamma": 0.5}, ADAM_LR),
+    "FedLADA": (algorithms.FedLADA, {}, PLAIN_LR | MIXING),
+    "Local AdamW": (algorithms.LocalAdamW, ADAMW_DECAY, PLAIN_LR),
+    "FedAdamW": (algorithms.FedAdamW, ADAMW_DECAY | {"gamma": 0.5}, PLAIN_LR),
 }
 # DP-AdamW, appendix C. Its rows of the other three methods on pictures are those of Tang et al. 2023.
 QUOTED = {"lr": "the paper quotes this row from Tang et al. 2023 and does not give its settings"}

@@ -71,7 +71,7 @@ def test_what_no_paper_has_is_refused() -> None:
         published("DP-AdamW", "CIFAR-10", "CNN5", epsilon=2.0)
     with pytest.raises(InputError, match="momentum: FedAvg has no such setting"):
         published("DP-FedAvg", "CIFAR-10", "GN-ResNet-18", momentum=0.9)
-    with pytest.raises(InputError, match="sigma_ls: .* 0.5 to 1"):
+    with pytest.raises(InputError, match=r"sigma_ls: .* 0\.5 to 1"):
         published("DP-FedAvg-LS", "CIFAR-10", "GN-ResNet-18")
     with pytest.raises(InputError, match="rounds: must be at least 1, got 0"):
         published("DP-MicroAdam", "CIFAR-10", "WRN-16-4").recipe(Task(torch.nn.Linear(1, 1), None))  # type: ignore[arg-type]
