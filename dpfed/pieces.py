@@ -56,6 +56,23 @@ def no_moment(like: Tensor) -> Moment:
     return Moment(torch.zeros_like(like), like.new_zeros(1))
 
 
+class Adaptive(NamedTuple):
+    """The state of Adam: parameters and both moments of their gradient."""
+
+    theta: Tensor
+    m: Moment
+    v: Moment
+
+
+class Corrected(NamedTuple):
+    """The same, and the noise that is averaged into ``v``."""
+
+    theta: Tensor
+    m: Moment
+    v: Moment
+    phi: Moment
+
+
 def push(moment: Moment, new: Tensor, beta: float) -> Moment:
     """One step of the moving average, of the value and of its weight."""
     return Moment(ema(moment.value, new, beta), beta * moment.weight + (1 - beta))

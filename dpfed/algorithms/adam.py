@@ -13,19 +13,12 @@ Departs from the released code: none was read; without noise this is torch.optim
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
 from dpfed.algorithm import Gradient, Release, Round, require_one_step
 from dpfed.flat import Layout
-from dpfed.pieces import Moment, no_moment, push
-
-
-class Server(NamedTuple):
-    theta: Tensor
-    m: Moment
-    v: Moment
+from dpfed.pieces import Adaptive, no_moment, push
 
 
 @dataclass(frozen=True)
@@ -36,19 +29,19 @@ class Adam:
     beta2: float = 0.999
     eps: float = 1e-8
 
-    def server_init(self, theta: Tensor, layout: Layout) -> Server:
-        return Server(theta, no_moment(theta), no_moment(theta))
+    def server_init(self, theta: Tensor, layout: Layout) -> Adaptive:
+        return Adaptive(theta, no_moment(theta), no_moment(theta))
 
-    def client_init(self, s: Server, memory: None, t: Round) -> None:
+    def client_init(self, s: Adaptive, memory: None, t: Round) -> None:
         require_one_step(t)
 
-    def local_step(self, x: None, s: Server, grad: Gradient, t: Round, k: int) -> Release:
+    def local_step(self, x: None, s: Adaptive, grad: Gradient, t: Round, k: int) -> Release:
         return Release(grad(s.theta), grad.noise_var)
 
-    def upload(self, x: Release, s: Server, memory: None, t: Round) -> tuple[Release, None]:
+    def upload(self, x: Release, s: Adaptive, memory: None, t: Round) -> tuple[Release, None]:
         return x, None
 
-    def server_step(self, s: Server, u: Release, t: Round) -> Server:
+    def server_step(self, s: Adaptive, u: Release, t: Round) -> Adaptive:
         g = u.gradient + self.weight_decay * s.theta
         m, v = push(s.m, g, self.beta1), push(s.v, g * g, self.beta2)
-        return Server(s.theta - self.lr * t.scale * m.mean / (v.mean.sqrt() + self.eps), m, v)
+        return Adaptive(s.theta - self.lr * t.scale * m.mean / (v.mean.sqrt() + self.eps), m, v)

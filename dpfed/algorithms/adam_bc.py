@@ -15,20 +15,12 @@ Departs from the released code: in nothing known. ``floor_decay`` is its option.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
 from dpfed.algorithm import Gradient, Release, Round, require_one_step
 from dpfed.flat import Layout
-from dpfed.pieces import Moment, debiased, no_moment, push
-
-
-class Server(NamedTuple):
-    theta: Tensor
-    m: Moment
-    v: Moment
-    phi: Moment
+from dpfed.pieces import Corrected, debiased, no_moment, push
 
 
 @dataclass(frozen=True)
@@ -41,20 +33,20 @@ class AdamBC:
     floor: float = 5e-8
     floor_decay: float = 1.0
 
-    def server_init(self, theta: Tensor, layout: Layout) -> Server:
-        return Server(theta, no_moment(theta), no_moment(theta), no_moment(theta[:1]))
+    def server_init(self, theta: Tensor, layout: Layout) -> Corrected:
+        return Corrected(theta, no_moment(theta), no_moment(theta), no_moment(theta[:1]))
 
-    def client_init(self, s: Server, memory: None, t: Round) -> None:
+    def client_init(self, s: Corrected, memory: None, t: Round) -> None:
         require_one_step(t)
 
-    def local_step(self, x: None, s: Server, grad: Gradient, t: Round, k: int) -> Release:
+    def local_step(self, x: None, s: Corrected, grad: Gradient, t: Round, k: int) -> Release:
         return Release(grad(s.theta), grad.noise_var)
 
-    def upload(self, x: Release, s: Server, memory: None, t: Round) -> tuple[Release, None]:
+    def upload(self, x: Release, s: Corrected, memory: None, t: Round) -> tuple[Release, None]:
         return x, None
 
-    def server_step(self, s: Server, u: Release, t: Round) -> Server:
+    def server_step(self, s: Corrected, u: Release, t: Round) -> Corrected:
         g = u.gradient + self.weight_decay * s.theta
         m, v, phi = push(s.m, g, self.beta1), push(s.v, g * g, self.beta2), push(s.phi, u.phi * t.shrinkage, self.beta2)
         root = debiased(v.mean, phi.mean, floor_abs=self.floor * self.floor_decay**t.index).sqrt() + self.eps
-        return Server(s.theta - self.lr * t.scale * m.mean / root, m, v, phi)
+        return Corrected(s.theta - self.lr * t.scale * m.mean / root, m, v, phi)

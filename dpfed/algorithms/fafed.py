@@ -26,13 +26,7 @@ from torch import Tensor
 
 from dpfed.algorithm import Gradient, Round
 from dpfed.flat import Layout
-from dpfed.pieces import Moment, no_moment, push
-
-
-class Server(NamedTuple):
-    theta: Tensor
-    m: Moment
-    v: Moment
+from dpfed.pieces import Adaptive, Moment, no_moment, push
 
 
 class Local(NamedTuple):
@@ -57,13 +51,13 @@ class FAFED:
     variant: Literal["adam_agg", "storm"] = "adam_agg"
     a: float = 0.1
 
-    def server_init(self, theta: Tensor, layout: Layout) -> Server:
-        return Server(theta, no_moment(theta), no_moment(theta))
+    def server_init(self, theta: Tensor, layout: Layout) -> Adaptive:
+        return Adaptive(theta, no_moment(theta), no_moment(theta))
 
-    def client_init(self, s: Server, memory: None, t: Round) -> Local:
+    def client_init(self, s: Adaptive, memory: None, t: Round) -> Local:
         return Local(s.theta, s.theta, s.m, s.v)
 
-    def local_step(self, x: Local, s: Server, grad: Gradient, t: Round, k: int) -> Local:
+    def local_step(self, x: Local, s: Adaptive, grad: Gradient, t: Round, k: int) -> Local:
         if self.variant == "storm":
             g = grad(x.theta, minus=(1 - self.a, x.before))
             m = Moment((1 - self.a) * x.m.value + g, (1 - self.a) * x.m.weight + self.a)
@@ -73,8 +67,8 @@ class FAFED:
         v = push(x.v, g * g, self.beta2)
         return Local(x.theta - self.lr * t.scale * m.mean / (v.mean.sqrt() + self.rho), x.theta, m, v)
 
-    def upload(self, x: Local, s: Server, memory: None, t: Round) -> tuple[Upload, None]:
+    def upload(self, x: Local, s: Adaptive, memory: None, t: Round) -> tuple[Upload, None]:
         return Upload(x.theta - s.theta, x.m, x.v), None
 
-    def server_step(self, s: Server, u: Upload, t: Round) -> Server:
-        return Server(s.theta + u.delta, u.m, u.v)
+    def server_step(self, s: Adaptive, u: Upload, t: Round) -> Adaptive:
+        return Adaptive(s.theta + u.delta, u.m, u.v)

@@ -1,4 +1,4 @@
-"""Local Adam: every client runs Adam from fresh moments, the server averages (a baseline of the FedAdamW paper, 2026).
+"""Adaptive Adam: every client runs Adam from fresh moments, the server averages (a baseline of the FedAdamW paper, 2026).
 
     local step   g <- g + lambda y                                 the decay is part of the gradient ("coupled")
                  m <- b1 m + (1-b1) g ; v <- b2 v + (1-b2) g^2
@@ -14,19 +14,12 @@ Departs from the released code: it also clips the gradient of the whole batch at
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
 from dpfed.algorithm import Delta, Gradient, Round, Weights
 from dpfed.flat import Layout
-from dpfed.pieces import Moment, no_moment, push
-
-
-class Local(NamedTuple):
-    theta: Tensor
-    m: Moment
-    v: Moment
+from dpfed.pieces import Adaptive, no_moment, push
 
 
 @dataclass(frozen=True)
@@ -40,15 +33,15 @@ class LocalAdam:
     def server_init(self, theta: Tensor, layout: Layout) -> Weights:
         return Weights(theta)
 
-    def client_init(self, s: Weights, memory: None, t: Round) -> Local:
-        return Local(s.theta, no_moment(s.theta), no_moment(s.theta))
+    def client_init(self, s: Weights, memory: None, t: Round) -> Adaptive:
+        return Adaptive(s.theta, no_moment(s.theta), no_moment(s.theta))
 
-    def local_step(self, x: Local, s: Weights, grad: Gradient, t: Round, k: int) -> Local:
+    def local_step(self, x: Adaptive, s: Weights, grad: Gradient, t: Round, k: int) -> Adaptive:
         g = grad(x.theta) + self.weight_decay * x.theta
         m, v = push(x.m, g, self.beta1), push(x.v, g * g, self.beta2)
-        return Local(x.theta - self.lr * t.scale * m.mean / (v.mean.sqrt() + self.eps), m, v)
+        return Adaptive(x.theta - self.lr * t.scale * m.mean / (v.mean.sqrt() + self.eps), m, v)
 
-    def upload(self, x: Local, s: Weights, memory: None, t: Round) -> tuple[Delta, None]:
+    def upload(self, x: Adaptive, s: Weights, memory: None, t: Round) -> tuple[Delta, None]:
         return Delta(x.theta - s.theta), None
 
     def server_step(self, s: Weights, u: Delta, t: Round) -> Weights:

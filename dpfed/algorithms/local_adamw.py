@@ -14,19 +14,12 @@ Departs from the released code: gradients are clipped per record (the code clips
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
 from dpfed.algorithm import Delta, Gradient, Round, Weights
 from dpfed.flat import Layout
-from dpfed.pieces import Moment, decayed, no_moment, push
-
-
-class Local(NamedTuple):
-    theta: Tensor
-    m: Moment
-    v: Moment
+from dpfed.pieces import Adaptive, decayed, no_moment, push
 
 
 @dataclass(frozen=True)
@@ -40,16 +33,16 @@ class LocalAdamW:
     def server_init(self, theta: Tensor, layout: Layout) -> Weights:
         return Weights(theta)
 
-    def client_init(self, s: Weights, memory: None, t: Round) -> Local:
-        return Local(s.theta, no_moment(s.theta), no_moment(s.theta))
+    def client_init(self, s: Weights, memory: None, t: Round) -> Adaptive:
+        return Adaptive(s.theta, no_moment(s.theta), no_moment(s.theta))
 
-    def local_step(self, x: Local, s: Weights, grad: Gradient, t: Round, k: int) -> Local:
+    def local_step(self, x: Adaptive, s: Weights, grad: Gradient, t: Round, k: int) -> Adaptive:
         lr, g = self.lr * t.scale, grad(x.theta)
         m, v = push(x.m, g, self.beta1), push(x.v, g * g, self.beta2)
         direction = m.mean / (v.mean.sqrt() + self.eps)
-        return Local(decayed(x.theta, lr, self.weight_decay) - lr * direction, m, v)
+        return Adaptive(decayed(x.theta, lr, self.weight_decay) - lr * direction, m, v)
 
-    def upload(self, x: Local, s: Weights, memory: None, t: Round) -> tuple[Delta, None]:
+    def upload(self, x: Adaptive, s: Weights, memory: None, t: Round) -> tuple[Delta, None]:
         return Delta(x.theta - s.theta), None
 
     def server_step(self, s: Weights, u: Delta, t: Round) -> Weights:
