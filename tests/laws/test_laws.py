@@ -19,14 +19,14 @@ import torch
 from torch import nn
 
 from dpfed import FedAvg, Federation, Gaussian, InputError, Plain, Recipe, Scaffold, Simulation, Task, algorithms
-from dpfed.algorithm import Algorithm, Delta, Gradient, Round, Tree, Weights, leaves, tree_map, weighted_sum
+from dpfed.algorithm import Algorithm, Delta, Gradient, Round, Tree, Weights, client_round, leaves, tree_map, weighted_sum
 from dpfed.catalogue import named_recipe
 from dpfed.engines.simulation import Job, train_clients
-from dpfed.flat import FlatModel
+from dpfed.flat import FlatModel, Layout, Part
 from dpfed.ledger import Receipt
 from dpfed.recipe import from_json, to_json
 from dpfed.record import RunRecord
-from dpfed.rounds import begin, dry_round, planned_events, run
+from dpfed.rounds import DryGradient, begin, dry_round, planned_events, run
 
 LR = 0.05
 PRIVATE = Gaussian(sigma=0.8, clip=0.5, batch_size=5)
@@ -280,6 +280,19 @@ def test_the_loss_falls_on_an_easy_problem(algorithm: Algorithm) -> None:
     before = work.model.evaluate(work.model.theta0(), records)["loss"]
     s, _ = played(work, [EVERYBODY] * (18 // num_steps(algorithm)))
     assert work.model.evaluate(s.theta, records)["loss"] < 0.98 * before
+
+
+@pytest.mark.parametrize("algorithm", [one for one in CANDIDATES if hasattr(one, "weight_decay")], ids=turned)
+def test_weight_decay_shrinks(algorithm: Any) -> None:
+    """Without a gradient every parameter moves towards zero, and none beyond it. The papers print the sign that grows."""
+    decaying = replace(algorithm, weight_decay=0.1)
+    layout, theta = Layout((Part("one", (4,), "weights"), Part("two", (2,), "weights"))), torch.full((6,), -2.0).double()
+    t, silence = Round(1, 1.0, num_steps(algorithm), layout), DryGradient(torch.zeros(6).double())
+    s = decaying.server_init(theta, layout)
+    u, _ = client_round(decaying, s, None, lambda k: silence, t)
+    after = decaying.server_step(s, u, t).theta
+    assert bool((after > theta).all())
+    assert bool((after < 0).all())
 
 
 @pytest.mark.parametrize("name", algorithms.__all__)

@@ -136,13 +136,18 @@ def test_under_distributed_noise_no_single_upload_is_described(tmp_path: Path) -
 
 
 def test_noise_alone_has_no_signal(tmp_path: Path) -> None:
-    """Records of zeros and a frozen answer: vhat is Phi, and a Phi that were wrong by a tenth would show."""
+    """Records of zeros and no bias: vhat is Phi, and a Phi that were wrong by a tenth would show; most lie on the floor."""
     module = nn.Linear(40, 250, bias=False)
     silent = Task(module, iid((torch.zeros(60, 40), torch.arange(60) % 3), num_clients=5))
     settings = replace(recipe(LocalAdamW(lr=1e-3), PRIVATE, 8), task=silent, diagnostics=True)
-    [snr] = run(settings, tmp_path).rows[-1]["diagnostics"]["snr_by_block"]
+    [snr] = run(settings, tmp_path / "local").rows[-1]["diagnostics"]["snr_by_block"]
     assert abs(snr) < 5 * math.sqrt(2 / (10_000 * 3 * 8))
     assert 5 * math.sqrt(2 / (10_000 * 3 * 8)) < 0.1
+    full = replace(settings, algorithm=FedAdamW(lr=1e-3), rounds=1)
+    found = run(full, tmp_path / "full").rows[-1]["diagnostics"]
+    assert 0.5 < found["clamped"] < 0.7
+    root = math.sqrt(PHI * 0.05)  # where the floor prevails, the root is between it and sqrt(Phi)
+    assert 1e-3 / math.sqrt(PHI) < found["effective_lr"] < 1e-3 / root
 
 
 def test_the_figure_and_its_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
