@@ -164,11 +164,16 @@ class MicroAdam(_Centralised):
     algorithm = algorithms.MicroAdam
 
     def _update(self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]) -> None:
-        """Tensors that have taken as many steps are one vector: so there is one step of the algorithm for all of them."""
+        """Tensors that have taken as many steps are one vector: so there is one step of the algorithm for all of them.
+
+        On a CPU such a vector ends after a million coordinates, as what does not fit into its caches takes twice as long.
+        """
         alike: dict[Any, list[tuple[Tensor, Tensor]]] = {}
-        for p, gradient in zip(params, gradients, strict=True):
-            alike.setdefault((self.state[p].get("step", 0), p.dtype, p.device), []).append((p, gradient))
-        for (step, _, _), pairs in alike.items():
+        ends = accumulate(p.numel() for p in params)
+        for p, gradient, end in zip(params, gradients, ends, strict=True):
+            chunk = end // 2**20 if p.device.type == "cpu" else 0
+            alike.setdefault((self.state[p].get("step", 0), p.dtype, p.device, chunk), []).append((p, gradient))
+        for (step, *_), pairs in alike.items():
             own, given = [list(side) for side in zip(*pairs, strict=True)]
             self._update_alike(self._algorithm(group), step, own, given)
 
