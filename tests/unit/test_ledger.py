@@ -122,7 +122,7 @@ def test_a_contradicting_receipt_is_refused_and_nothing_of_its_post_is_taken(
 @pytest.mark.parametrize(
     "receipt",
     [
-        Receipt(-1, 0, Counter({POISSON: 1})),
+        Receipt(-2, 0, Counter({POISSON: 1})),
         Receipt(0, -1, Counter({POISSON: 1})),
         Receipt(0, 0, Counter({POISSON: -1})),
         Receipt(0, 0, Counter({POISSON: 0.5})),  # pyright: ignore[reportArgumentType]
