@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import typing
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,8 +27,9 @@ HELP = {
     "resume RUN": "go on where a run was stopped or killed",
     "report RUN [RUN ...]": "the table, the figure and the privacy statement of runs",
     "report RUN --diagnostics": "drift, moments and noise, of a run made with --diagnostics",
-    "ledger RUN": "what the run has cost every client, and what that means",
+    "ledger RUN": "what the run has cost every client, and what that means; or a client's own store, a file",
     "calibrate --epsilon 3 --num-examples 1000 --batch-size 16 --steps 2000": "the noise that a budget needs",
+    "calibrate --epsilon 3 --num-examples 1000 --sigma 1 --find steps": "or the steps, batch-size or participation",
     "list": "the recipes, tasks, algorithms and mechanisms",
     "published dp-fedadamw swin-base": "what the papers state of a method, a data set, a model, and what not",
 }
@@ -140,69 +143,138 @@ def _report(words: list[str]) -> None:
 
 def _ledger(words: list[str]) -> None:
     def ledger(run: Annotated[Path, tyro.conf.Positional], delta: float | None = None) -> None:
-        """What a run has cost every client, and what that means.
+        """What a run has cost every client, and what that means; or what one client has spent, by its own store.
 
         Args:
-            run: the folder of the run, or one that holds several.
-            delta: the probability with which epsilon may fail; by default the run's own.
+            run: the folder of a run, or one that holds several; or the file of a client's ledger store.
+            delta: the probability with which epsilon may fail; by default the run's own, or the store's.
         """
+        from dpfed.ledger import EVERYBODY
+
+        if run.is_file():
+            _show_store(run, delta)
+            return
         console = Console(highlight=False)
         for record in _records([run]):
-            at = record.delta if delta is None else delta
-            table = Table(title=f"{record.recipe['name']}  ({record.path})", title_justify="left")
-            for column in ("client", "records", "rounds", "releases", "sigma", f"epsilon at delta {at:g}"):
-                table.add_column(column, justify="right")
-            rounds: dict[int, set[int]] = {}
+            at, rounds = record.delta if delta is None else delta, dict[int, set[int]]()
             for receipt in record.ledger:
                 rounds.setdefault(receipt.client, set()).add(receipt.t)
-            for client, epsilon in sorted(record.ledger.epsilons(at).items()):
-                events = record.ledger.events(client)
-                sizes, sigmas = {e.num_examples for e in events}, {f"{e.sigma:.4g}" for e in events}
-                number = str(sum(events.values()))
-                texts = (
-                    ", ".join(map(str, sorted(sizes))),
-                    str(len(rounds[client])),
-                    number,
-                    ", ".join(sorted(sigmas)),
-                )
-                table.add_row(str(client), *texts, f"{epsilon:.4f}")
-            console.print(table)
+            rows = [
+                ("all" if i == EVERYBODY else str(i), len(rounds[i]), record.ledger.events(i), epsilon)
+                for i, epsilon in record.ledger.epsilons(at).items()
+            ]
+            _show_spending(f"{record.recipe['name']}  ({record.path})", "client", rows, at)
             console.print(record.ledger.statement(at))
 
     tyro.cli(ledger, args=words, prog="dpfed ledger")
 
 
+def _show_store(path: Path, delta: float | None) -> None:
+    from dpfed.ledger import epsilon
+    from dpfed.store import Store
+
+    store = Store(path)
+    at, ledger = store.delta if delta is None else delta, store.ledger()
+    runs: dict[str, list[Any]] = {}
+    for charge in store.charges():
+        runs.setdefault(charge.run, []).append(charge.events)
+    spent = {run: sum(events, Counter[Any]()) for run, events in runs.items()}
+    rows = [(run, len(runs[run]), events, epsilon(events, at)) for run, events in spent.items()]
+    _show_spending(str(path), "run", rows, at)
+    console = Console(highlight=False)
+    console.print(ledger.statement(at))
+    console.print(f"Budget: epsilon = {store.epsilon:g} at delta = {store.delta:g}, spent: {ledger.epsilon(store.delta):.4f}.")
+
+
+def _show_spending(title: str, what: str, rows: Iterable[tuple[str, int, Any, float]], delta: float) -> None:
+    table = Table(title=title, title_justify="left")
+    for column in (what, "records", "rounds", "releases", "sigma", f"epsilon at delta {delta:g}"):
+        table.add_column(column, justify="right")
+    for name, num_rounds, events, epsilon in rows:
+        sizes, sigmas = (sorted({event.num_examples for event in events}), sorted({f"{event.sigma:.4g}" for event in events}))
+        number = str(sum(events.values()))
+        table.add_row(name, ", ".join(map(str, sizes)), str(num_rounds), number, ", ".join(sigmas), f"{epsilon:.4f}")
+    Console(highlight=False).print(table)
+
+
 def _calibrate(words: list[str]) -> None:
-    from collections import Counter
+    from dpfed.ledger import Event, batch_size_within, calibrate, epsilon, participation_within, rounds_within
 
-    from dpfed.ledger import Event, calibrate, epsilon
-
-    def find(
-        num_examples: int,
-        steps: int,
-        batch_size: int = 64,
+    def search(
+        num_examples: tuple[int, ...],
+        find: Literal["sigma", "steps", "batch-size", "participation"] = "sigma",
+        sigma: float | None = None,
+        steps: int | None = None,
+        batch_size: int | None = None,
+        local_steps: int = 1,
         epsilon_: Annotated[float, tyro.conf.arg(name="epsilon")] = 3.0,
         delta: float = 1e-5,
         sampling: Literal["poisson", "fixed"] = "poisson",
+        accountant: Literal["pld", "rdp"] = "pld",
     ) -> None:
-        """The smallest noise multiplier sigma that keeps one client within its budget.
+        """The noise, steps, batch size or participation with which no client spends more than the budget.
 
         Args:
-            num_examples: records of the client (take the smallest client).
-            steps: noisy gradients it will release: rounds it takes part in, times local steps.
-            batch_size: expected batch size.
+            num_examples: records of the client; several numbers for several clients, together and each on its own.
+            find: sigma: the least noise. steps: the most of them. batch-size: the largest. participation: the largest rate at
+                which clients may join every round by an independent coin (how the coins fall is part of delta).
+            sigma: noise multiplier (unless it is to be found).
+            steps: noisy gradients that a client releases: rounds it takes part in, times local steps (unless to be found).
+            batch_size: expected batch size (unless to be found); by default 64.
+            local_steps: steps of one round.
             epsilon_: the budget.
             delta: the probability with which epsilon may fail.
             sampling: poisson (neighbours add or remove a record) or fixed (neighbours replace one; costs much more).
+            accountant: pld (tight) or rdp (as in the papers).
         """
-        sigma = calibrate(epsilon_, delta, [Counter({Event(sampling, batch_size, num_examples, 1.0): steps})])
-        cost = epsilon({Event(sampling, batch_size, num_examples, sigma): steps}, delta)
-        Console(highlight=False).print(
-            f"sigma = [bold]{sigma:.4f}[/bold]   ({steps} steps of {batch_size} out of {num_examples} records, {sampling} "
-            f"sampling: epsilon = {cost:.4f} at delta = {delta:g})"
-        )
+        batch_size = 64 if batch_size is None and find != "batch-size" else batch_size
+        for name, value in (("sigma", sigma), ("steps", steps), ("batch-size", batch_size)):
+            if (value is None) != (name == find):
+                said = "was given, but is to be found. Leave it out" if name == find else "is missing. Give a number"
+                raise InputError(f"--{name}: {said}, or change --find {find}.")
+        rounds, rest = divmod(local_steps if steps is None else steps, max(local_steps, 1))
+        if local_steps < 1 or rounds < 1 or rest:
+            raise InputError(f"--steps: must be whole rounds of {local_steps} local steps (at least 1 each), got {steps}.")
+        if not num_examples:
+            raise InputError("--num-examples: name at least one client by its number of records.")
+        count, by_coin = steps or local_steps, find == "participation"
 
-    tyro.cli(find, args=words, prog="dpfed calibrate")
+        def plan(size: int, value: Any) -> dict[Event, int]:
+            """Of all rounds, or of the one that is then repeated."""
+            now: dict[str, Any] = {"sigma": sigma, "batch-size": batch_size, find: value}
+            return {Event(sampling, now["batch-size"], size, now["sigma"]): local_steps if by_coin else count}
+
+        def answer(*sizes: int) -> float:
+            plans = [plan(size, 1) for size in sizes]
+            if find == "sigma":
+                return calibrate(epsilon_, delta, plans, accountant)
+            if find == "batch-size":
+                return batch_size_within(epsilon_, delta, plans, accountant)
+            if find == "participation":
+                return participation_within(epsilon_, delta, plans, rounds, accountant)
+            return local_steps * rounds_within(epsilon_, delta, plans, accountant)
+
+        def show(value: float, size: int, head: str = "") -> None:
+            value = math.ceil(value * 1e4) / 1e4 if find == "sigma" else value  # never rounded down
+            times, rate = (rounds, value) if by_coin else (int(value) // local_steps, 1.0) if find == "steps" else (1, 1.0)
+            spent = plan(size, value)
+            cost, event = epsilon(spent, delta, accountant, rounds=times, rate=rate), next(iter(spent))
+            number = f"{rounds} rounds of {local_steps}" if by_coin else f"{count * times}"
+            shown = f"{value:.4f}" if find == "sigma" else f"{value:g}"
+            Console(highlight=False).print(
+                f"{head}{find} = [bold]{shown}[/bold]   ({number} steps of {event.batch_size} out of {size} records, {sampling} "
+                f"sampling: epsilon = {cost:.4f} at delta = {delta:g})"
+            )
+
+        values = {size: answer(size) for size in sorted(set(num_examples))}
+        common = answer(*values)
+        if not min(values.values()):
+            raise InputError(f"--epsilon: not even the least {find} fits the budget of {epsilon_:g}. Raise it, or the noise.")
+        show(common, min(values), "For all: " if len(values) > 1 else "")
+        for size, value in values.items() if len(values) > 1 else ():
+            show(value, size, f"Of {size} records alone: ")
+
+    tyro.cli(search, args=words, prog="dpfed calibrate")
 
 
 def _published(words: list[str]) -> None:

@@ -109,7 +109,7 @@ def epsilon(events: Mapping[Event, int], delta: float, accountant: str = "pld", 
     >>> round(epsilon({Event("poisson", 16, 1000, 1.0): 200}, 1e-5), 2)
     1.48
     >>> round(epsilon({Event("poisson", 16, 1000, 1.0): 10}, 1e-5, rounds=100, rate=0.1), 2)
-    1.18
+    1.19
     """
     check_whole("rounds", rounds, at_least=0)
     if not 0 <= rate <= 1:

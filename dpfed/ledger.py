@@ -158,7 +158,7 @@ class Ledger:
         observer = self._observer(observer)
         found = {i: _price(self._plans[i], delta, accountant, observer) for i in self.clients()}
         if observer == "public":
-            rounds, rate = len(self._announced), max(self._announced.values(), default=1.0)
+            rounds, rate = 1 + max(self._announced, default=0), max(self._announced.values(), default=1.0)
             for i, plan in self._usual().items():
                 found[i] = min(found[i], plan_epsilon(plan, delta, accountant, rounds, rate))
         return found
@@ -254,7 +254,7 @@ class Ledger:
         public, num_other = self._both(delta, "public"), len(self._plans) - len(self._usual())
         yield (
             f"the public, who sees only the published models: {public['pld']} by PLD, {public['rdp']} by RDP.\n    Every "
-            f"client joined each of {len(self._announced)} rounds by an independent coin. Its price is averaged over the "
+            f"client joined each of {1 + max(self._announced)} rounds by an independent coin. Its price is averaged over the "
             "coins, whose luck is part of delta,\n    or is the one above, if that is less. It is not amplified: a model "
             f"may well show who took part. Without an average: {num_other}\n    clients, whose rounds differ in price or "
             "were joined otherwise."
@@ -268,7 +268,7 @@ def _histogram(prices: list[float], num_clients: int) -> list[str]:
     if width < 1e-4:
         return []
     counts = Counter(min(4, int((price - low) / width)) for price in finite)
-    edges = [f"{low + width * i:.4f} to {_upwards(low + width * (i + 1))}" for i in range(5)]
+    edges = [f"{_upwards(low + width * i)} to {_upwards(low + width * (i + 1))}" for i in range(5)]
     rows = [f"  {edges[i]:>24}  {'█' * counts[i]} {counts[i]}" for i in range(5)]
     endless = [f"  {'inf':>24}  {len(prices) - len(finite)}"] if len(finite) < len(prices) else []
     shown = f"{len(prices)} of the " if len(prices) < num_clients else ""

@@ -47,7 +47,7 @@ def rounds_within(epsilon: float, delta: float, plans: Plans, accountant: str = 
     """How many rounds every client can take part in, each of which costs it its plan; 0 where not even one fits.
 
     >>> rounds_within(3, 1e-5, [{Event("poisson", 16, 1000, 1.0): 10}])
-    100
+    96
     """
     worst = _checked(epsilon, plans)
     return _largest(lambda n: max(plan_epsilon(plan, delta, accountant, n) for plan in worst), epsilon, ENDLESS)

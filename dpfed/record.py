@@ -1,7 +1,7 @@
 """A run is a folder, and the folder is the truth: whatever is killed, whenever, it can be read and resumed.
 
     recipe.json              the recipe, written once          environment.json     what it ran on, and when it began
-    rows.jsonl               one line a round                  ledger.jsonl         delta, then one line a charge
+    rows.jsonl               one line a round                  ledger.jsonl         delta, then the charges and the coins
     checkpoint.safetensors   the state before round t          model.safetensors    the final weights; ends the run
     lock                     held by the one process that writes; the system frees it when that process dies
 
@@ -76,7 +76,7 @@ class RunRecord:
 
     def __init__(self, path: str | Path) -> None:
         self.path, self.ledger, self.rows, self.delta = Path(path), Ledger(), list[dict[str, Any]](), math.nan
-        self._charged, self._ends = set[tuple[int, int]](), dict[str, int]()
+        self._charged, self._announced, self._ends = set[tuple[int, int]](), set[int](), dict[str, int]()
         self._release: weakref.finalize[..., RunRecord] | None = None
         if not (self.path / LEDGER).is_file():
             raise InputError(f"{self.path}: there is no run here ({LEDGER} is missing). Name the folder of a run.")
@@ -87,6 +87,10 @@ class RunRecord:
             try:
                 if math.isnan(self.delta):
                     self.delta = float(line["delta"])
+                    continue
+                if "round" in line:
+                    self.ledger.announce({line["round"]: line["rate"]})
+                    self._announced.add(line["round"])
                     continue
                 events = Counter({Event.from_json(event): count for event, count in line["events"]})
                 self.ledger.post([Receipt(line["client"], line["t"], events)])
@@ -131,15 +135,22 @@ class RunRecord:
         if self._release is not None:
             self._release()
 
-    def charge(self, receipts: Iterable[Receipt]) -> None:
-        """Write down what a round spends, before any of it is released. What is there already is not written again."""
-        receipts = list(receipts)
+    def charge(self, receipts: Iterable[Receipt], announced: Mapping[int, float] | None = None) -> None:
+        """Write down what a round spends, before any of it is released. What is there already is not written again.
+
+        ``announced``: the rounds that every client joined by an independent coin, and its rate (`Ledger.announce`).
+        """
+        receipts, announced = list(receipts), announced or {}
         self._own()
         self.ledger.post(receipts)  # refuses contradictions; when the disk then fails, it is ahead of the file, never behind
+        self.ledger.announce(announced)
+        rounds = {t: rate for t, rate in announced.items() if t not in self._announced}
         fresh = {(client, t): events for client, t, events in receipts if (client, t) not in self._charged}
         plain = {key: [[event.to_json(), count] for event, count in events.items()] for key, events in fresh.items()}
-        self._append(LEDGER, [{"client": client, "t": t, "events": events} for (client, t), events in plain.items()])
+        lines = [{"client": client, "t": t, "events": events} for (client, t), events in plain.items()]
+        self._append(LEDGER, lines + [{"round": t, "rate": rate} for t, rate in rounds.items()])
         self._charged.update(fresh)
+        self._announced.update(rounds)
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add the row of one round."""
