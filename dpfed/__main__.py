@@ -260,10 +260,10 @@ def _calibrate(words: list[str]) -> None:
             spent = plan(size, value)
             cost, event = epsilon(spent, delta, accountant, rounds=times, rate=rate), next(iter(spent))
             number = f"{rounds} rounds of {local_steps}" if by_coin else f"{count * times}"
-            shown = f"{value:.4f}" if find == "sigma" else f"{value:g}"
+            shown = f"{value:.4f}" if find == "sigma" else str(value)
+            setting = f"{number} steps of {event.batch_size} out of {size} records, {sampling} sampling"
             Console(highlight=False).print(
-                f"{head}{find} = [bold]{shown}[/bold]   ({number} steps of {event.batch_size} out of {size} records, {sampling} "
-                f"sampling: epsilon = {cost:.4f} at delta = {delta:g})"
+                f"{head}{find} = [bold]{shown}[/bold]   ({setting}: epsilon = {cost:.4f} at delta = {delta:g})"
             )
 
         values = {size: answer(size) for size in sorted(set(num_examples))}

@@ -6,6 +6,9 @@ import itertools
 import math
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +18,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
 
+from dpfed.accountants import ACCOUNTANTS
 from dpfed.errors import InputError
-from dpfed.ledger import Event, Ledger, Receipt, calibrate, epsilon
+from dpfed.ledger import (
+    Event,
+    Ledger,
+    Receipt,
+    batch_size_within,
+    calibrate,
+    epsilon,
+    participation_within,
+    rounds_within,
+)
 
 DELTA = 1e-5
 FACTORS = st.floats(1, 3)
@@ -167,6 +180,83 @@ def test_a_fixed_batch_is_no_poisson_batch() -> None:
     assert epsilon({fixed(1.0): 200}, DELTA) == pytest.approx(11.053, abs=1e-2)
 
 
+# Rounds that clients join by a coin
+
+
+def test_a_coin_that_always_falls_alike_is_no_coin() -> None:
+    one_round, all_rounds = {poisson(1.0): 20}, {poisson(1.0): 2000}
+    for accountant in ("pld", "rdp"):
+        assert epsilon(one_round, DELTA, accountant, rounds=100, rate=1.0) == epsilon(all_rounds, DELTA, accountant)
+        nearly = epsilon(one_round, DELTA, accountant, rounds=100, rate=1 - 1e-9)
+        assert nearly == pytest.approx(epsilon(all_rounds, DELTA, accountant), rel=1e-4)
+        assert epsilon(one_round, DELTA, accountant, rounds=100, rate=0.0) == 0
+    with pytest.raises(InputError, match="rate: must lie between 0 and 1"):
+        epsilon(one_round, DELTA, rounds=100, rate=1.5)
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@settings(max_examples=15)
+@given(st.booleans(), st.integers(1, 40), st.integers(1, 40), st.floats(0.7, 5), st.floats(0.01, 1), FACTORS)
+def test_joining_more_often_costs_more_and_never_more_than_always(
+    accountant: str, replaced: bool, num_steps: int, rounds: int, sigma: float, rate: float, less_often: float
+) -> None:
+    spent = {(fixed if replaced else poisson)(sigma, 20, 400): num_steps}
+    often = epsilon(spent, DELTA, accountant, rounds=rounds, rate=rate)
+    assert epsilon(spent, DELTA, accountant, rounds=rounds, rate=rate / less_often) <= often * (1 + 1e-6)
+    assert often <= epsilon(spent, DELTA, accountant, rounds=rounds) * (1 + 1e-6)
+    assert often <= epsilon(spent, DELTA, accountant, rounds=rounds + 1, rate=rate) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(("sigma", "q", "num_steps", "rounds", "rate"), [(1.0, 0.3, 3, 8, 0.4), (0.8, 0.02, 20, 5, 0.7)])
+def test_the_averaged_price_is_the_hockey_stick_of_sampled_losses(
+    sigma: float, q: float, num_steps: int, rounds: int, rate: float
+) -> None:
+    """Monte Carlo: one coin a round, the steps of the round together, in both directions; too little is rejected."""
+    random, num = np.random.default_rng(5), 200_000
+    losses = {"remove": np.zeros(num), "add": np.zeros(num)}
+    for _ in range(rounds):
+        joined = random.random(num) < rate
+        for direction, total in losses.items():
+            for _ in range(num_steps):
+                x = sigma * random.standard_normal(num)
+                if direction == "remove":
+                    x += random.random(num) < q
+                loss = np.log1p(q * np.expm1((x - 0.5) / sigma**2))
+                total += np.where(joined, loss if direction == "remove" else -loss, 0)
+    for delta in (0.1, 0.01):
+        found = epsilon({poisson(sigma, round(1000 * q)): num_steps}, delta, rounds=rounds, rate=rate)
+
+        def estimate(at: float) -> tuple[float, float]:
+            gaps = [np.maximum(-np.expm1(at - loss), 0) for loss in losses.values()]
+            gap = max(gaps, key=np.mean)
+            return float(gap.mean()), 4 * float(gap.std()) / math.sqrt(num)
+
+        mean, error = estimate(found)
+        assert mean == pytest.approx(delta, abs=error)
+        mean, error = estimate(0.8 * found)
+        assert mean - error > delta
+
+
+def test_a_client_that_stays_away_is_seen_to_and_so_nothing_is_amplified() -> None:
+    """One client, one round: if it stays away the model stands still. Of such a round everything can be integrated, and the
+    two tempting formulas, one coin amplified or the two rates multiplied, promise what does not hold."""
+    delta, rate = 1e-3, 0.2
+    p, q = output_density([0, 1], [0.7, 0.3], 0.9), output_density([0], [1], 0.9)
+
+    def leaked(epsilon: float) -> float:
+        """With the chance 1 - rate both see the same standstill; else an output of p here, of q there."""
+        width = LINE[1] - LINE[0]
+        return max(rate * float(np.maximum(a - math.exp(epsilon) * b, 0).sum() * width) for a, b in ((p, q), (q, p)))
+
+    one_round = {poisson(0.9, 300): 1}
+    ours = epsilon(one_round, delta, rounds=1, rate=rate)
+    assert leaked(ours) == pytest.approx(delta, rel=0.01)
+    amplified = math.log1p(rate * math.expm1(epsilon(one_round, delta / rate)))
+    multiplied = epsilon({poisson(0.9, 60): 1}, delta)
+    assert leaked(amplified) > 5 * delta
+    assert leaked(multiplied) > 5 * delta
+
+
 # The mechanism itself: every batch that can be drawn, one coordinate, the outputs on a fine grid
 
 LINE = np.linspace(-14, 14, 1601)
@@ -243,6 +333,64 @@ def test_calibration_serves_the_worst_client_and_no_more(event: type[Event], acc
 
     sigma = calibrate(4.0, DELTA, plans, accountant)
     assert worst(sigma) <= 4 < worst(sigma / 1.001)
+
+
+class Counted:
+    """An accountant that counts how often it is asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_asked, self.answer = 0, ACCOUNTANTS["pld"]
+        monkeypatch.setitem(ACCOUNTANTS, "counted", self)
+
+    def __call__(self, *question: Any) -> float:
+        self.num_asked += 1
+        return self.answer(*question)
+
+
+PLANNED = [(poisson(1.1), 10, 1.0), (poisson(0.9, 16, 6000), 1, 0.5), (fixed(4.0), 10, 3.0), (poisson(3.0, 16, 100), 2, 2.0)]
+
+
+@pytest.mark.parametrize(("event", "count", "target"), PLANNED)
+def test_what_is_found_is_the_last_that_fits_and_found_by_a_few_questions(
+    event: Event, count: int, target: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question takes some 20 ms, so that each of these answers takes well below a second."""
+    asked, plan, rounds = Counted(monkeypatch), {event: count}, 300
+    found = rounds_within(target, DELTA, [plan], "counted")
+    assert epsilon({event: count * found}, DELTA) <= target < epsilon({event: count * (found + 1)}, DELTA)
+    size = batch_size_within(target, DELTA, [{event: 100 * count}], "counted")
+    more = [{replace(event, batch_size=number): 100 * count} for number in (size, size + 1)]
+    assert epsilon(more[0], DELTA) <= target < epsilon(more[1], DELTA)
+    rate = participation_within(target, DELTA, [plan], rounds, "counted")
+    assert 0 < rate <= 1
+    assert epsilon(plan, DELTA, rounds=rounds, rate=rate) <= target
+    assert rate == 1 or target < epsilon(plan, DELTA, rounds=rounds, rate=rate + 1e-3)
+    assert asked.num_asked <= 30
+    calibrate(target, DELTA, [plan], "counted")
+    assert asked.num_asked <= 42
+
+
+def test_the_worst_client_decides_what_fits() -> None:
+    plans = [{poisson(1.0, 16, size): 10} for size in (1000, 300, 5000)]
+    for answer in (rounds_within, batch_size_within, partial(participation_within, rounds=200)):
+        each = [answer(2.0, DELTA, [plan]) for plan in plans]
+        assert answer(2.0, DELTA, plans) == min(each) == each[1] < min(each[0], each[2])
+
+
+def test_where_not_even_the_least_fits_the_answer_is_nothing() -> None:
+    costly = {poisson(0.5, 16, 20): 10}
+    for answer in (rounds_within, batch_size_within, partial(participation_within, rounds=200)):
+        assert answer(0.01, DELTA, [costly]) == 0
+        assert answer(100.0, DELTA, [{poisson(0.0): 1}]) == 0
+        with pytest.raises(InputError, match="nothing is going to be released"):
+            answer(1.0, DELTA, [{}])
+        with pytest.raises(InputError, match="epsilon: must be a finite number above 0"):
+            answer(0.0, DELTA, [costly])
+
+
+def test_events_that_become_equal_are_added_up() -> None:
+    two = {poisson(1.0, 8): 100, poisson(1.0, 9): 100}
+    assert batch_size_within(2.0, DELTA, [two]) == batch_size_within(2.0, DELTA, [{poisson(1.0): 200}])
 
 
 @pytest.mark.parametrize(("target", "num_steps"), [(0.01, 1), (0.05, 3000), (200.0, 50)])

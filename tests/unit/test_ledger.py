@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpfed.errors import InputError
-from dpfed.ledger import Event, Ledger, Receipt, calibrate, epsilon
+from dpfed.ledger import EVERYBODY, Event, Ledger, Receipt, calibrate, epsilon
 
 POISSON = Event("poisson", 16, 1000, 1.0)
 FIXED = Event("fixed", 16, 1000, 1.0)
 NOISELESS = Event("poisson", 16, 1000, 0.0)
+CLIENT = Event("poisson", 10, 200, 2.0, unit="client")
 DELTA = 1e-5
 
 events = st.builds(
@@ -27,7 +30,7 @@ events = st.builds(
     st.integers(1, 10**6),
     st.integers(1, 10**9),
     st.floats(0, 1e6, allow_nan=False),
-)
+) | st.builds(replace, st.just(POISSON), unit=st.sampled_from(["example", "client"]))
 
 
 def ledger(*receipts: Receipt) -> Ledger:
@@ -68,6 +71,8 @@ def test_events_in_the_words_of_dp_accounting() -> None:
     ("field", "value"),
     [
         ("sampling", "shuffled"),
+        ("aggregation", "hidden"),
+        ("unit", "household"),
         ("batch_size", 0),
         ("batch_size", 16.0),
         ("batch_size", True),
@@ -90,6 +95,16 @@ def test_an_event_of_another_version_is_refused() -> None:
     del plain["sigma"]
     with pytest.raises(InputError, match="exactly the fields"):
         Event.from_json(plain)
+
+
+def test_an_event_of_an_older_version_has_what_it_did_not_say() -> None:
+    plain = {"sampling": "poisson", "batch_size": 16, "num_examples": 1000, "sigma": 1.0}
+    assert Event.from_json(plain) == Event.from_json(plain | {"aggregation": "open"}) == POISSON
+
+
+def test_a_client_as_the_unit_needs_a_server_that_adds_the_noise() -> None:
+    with pytest.raises(InputError, match=r"event\.unit"):
+        replace(CLIENT, aggregation="secure")
 
 
 # Posting
@@ -131,6 +146,40 @@ def test_a_contradicting_receipt_is_refused_and_nothing_of_its_post_is_taken(
 def test_an_impossible_receipt_is_refused(receipt: Receipt) -> None:
     with pytest.raises(InputError, match="whole number"):
         ledger(receipt)
+
+
+def test_what_everybody_pays_has_a_receipt_of_its_own() -> None:
+    for wrong in (Receipt(EVERYBODY, 0, Counter({POISSON: 1})), Receipt(3, 0, Counter({CLIENT: 1}))):
+        with pytest.raises(InputError, match="paid by all clients, in one receipt a round"):
+            ledger(wrong)
+
+
+def test_a_round_is_announced_once() -> None:
+    book = ledger(Receipt(0, 0, Counter({POISSON: 1})))
+    book.announce({0: 0.5, 1: 0.5})
+    book.announce({1: 0.5, 2: 1.0})
+    book.announced.clear()
+    assert book.announced == {0: 0.5, 1: 0.5, 2: 1.0}
+    for rounds, said in (
+        ({3: 0.0}, "above 0"),
+        ({3: 1.1}, "at most 1"),
+        ({3: 0.5, 1: 0.4}, "announced at 0.5"),
+        ({-1: 0.5}, "round: must be a whole number"),
+    ):
+        with pytest.raises(InputError, match=said):
+            book.announce(rounds)
+    assert book.announced == {0: 0.5, 1: 0.5, 2: 1.0}
+
+
+def test_the_coin_of_a_client_level_event_is_never_counted_twice() -> None:
+    announced, posted = Ledger(), ledger(Receipt(EVERYBODY, 0, Counter({CLIENT: 1})))
+    announced.announce({0: 0.5})
+    with pytest.raises(InputError, match="count twice"):
+        announced.post([Receipt(EVERYBODY, 0, Counter({CLIENT: 1}))])
+    assert not list(announced)
+    with pytest.raises(InputError, match="count twice"):
+        posted.announce({0: 0.5})
+    assert not posted.announced
 
 
 def test_nobody_can_change_the_book_from_outside() -> None:
@@ -205,8 +254,9 @@ def test_delta_is_a_probability(delta: float) -> None:
 
 def test_only_what_exists_can_be_asked_for() -> None:
     book = ledger(Receipt(0, 0, Counter({POISSON: 1})))
-    with pytest.raises(InputError, match="choose one of: server"):
-        book.epsilon(DELTA, observer="public")
+    for ask in (book.epsilon, book.epsilons):
+        with pytest.raises(InputError, match="choose one of: server, public"):
+            ask(DELTA, observer="neighbour")
     for ask in (
         lambda: book.epsilon(DELTA, accountant="gdp"),
         lambda: Ledger().epsilon(DELTA, accountant="gdp"),
@@ -239,6 +289,77 @@ def test_no_sigma_reaches_an_impossible_epsilon(target: float) -> None:
 def test_a_plan_without_an_answer_is_refused(plans: list[dict[Event, int]]) -> None:
     with pytest.raises(InputError, match=r"plans|count"):
         calibrate(1.0, DELTA, plans)
+
+
+def test_what_would_be_spent_is_what_is_spent_then() -> None:
+    book = ledger(Receipt(0, 0, Counter({POISSON: 20})), Receipt(1, 0, Counter({POISSON: 300})))
+    before = list(book), book.epsilon(DELTA)
+    further = [Receipt(i, 1, Counter({Event("poisson", 16, 300, 1.0): 10})) for i in (0, 2)]
+    would = book.would_spend(further, DELTA)
+    assert (list(book), book.epsilon(DELTA)) == before
+    assert would > book.epsilon(DELTA) == book.would_spend([], DELTA)
+    with pytest.raises(InputError, match="client 0 was charged"):
+        book.would_spend([Receipt(0, 0, Counter({POISSON: 1}))], DELTA)
+    book.post(further)
+    assert book.epsilon(DELTA) == would
+
+
+# Observers
+
+
+def by_coins(rounds: int, joined: dict[int, list[int]], rate: float, events: Counter[Event]) -> Ledger:
+    book = ledger(*(Receipt(i, t, events) for i, own in joined.items() for t in own))
+    book.announce(dict.fromkeys(range(rounds), rate))
+    return book
+
+
+TEN = Counter({POISSON: 10})
+
+
+def test_the_public_price_is_averaged_over_the_coins() -> None:
+    book = by_coins(40, {0: list(range(30)), 1: [3], 2: [5, 6]}, 0.2, TEN)
+    average = epsilon(TEN, DELTA, rounds=40, rate=0.2)
+    server, public = book.epsilons(DELTA), book.epsilons(DELTA, observer="public")
+    assert public == {0: average, 1: server[1], 2: server[2]}, "never more than the server's"
+    assert server[2] < average < server[0]
+    assert book.epsilon(DELTA, "public") == average < book.epsilon(DELTA) == book.epsilon(DELTA, "server")
+    assert book.epsilon(DELTA, "public", "rdp") > average
+
+
+def test_a_sure_coin_or_none_makes_public_and_server_one() -> None:
+    always = by_coins(5, {0: list(range(5))}, 1.0, TEN)
+    drawn = ledger(Receipt(0, 0, TEN), Receipt(0, 3, TEN))
+    for book in (always, drawn, Ledger()):
+        assert book.epsilon(DELTA, "public") == book.epsilon(DELTA, "server")
+        assert book.epsilons(DELTA, observer="public") == book.epsilons(DELTA, observer="server")
+
+
+def test_a_round_of_another_price_or_drawn_otherwise_ends_the_average() -> None:
+    joined = {0: list(range(30)), 1: list(range(30))}
+    for spoilt in (Receipt(0, 35, Counter({POISSON: 9})), Receipt(0, 45, TEN)):
+        book = by_coins(40, joined, 0.2, TEN)
+        book.post([spoilt])
+        server, public = book.epsilons(DELTA), book.epsilons(DELTA, observer="public")
+        assert public[0] == server[0]
+        assert public[1] < server[1]
+        assert "Without an average: 1" in book.statement(DELTA)
+
+
+def test_rounds_that_nobody_announced_count_as_tosses_too() -> None:
+    """A gap in the announcements must not make it cheaper."""
+    book = ledger(*(Receipt(0, t, TEN) for t in (0, 39)))
+    book.announce({0: 0.01, 39: 0.01})
+    assert epsilon(TEN, DELTA, rounds=40, rate=0.01) < book.epsilon(DELTA, "server")
+    assert book.epsilon(DELTA, "public") == epsilon(TEN, DELTA, rounds=40, rate=0.01)
+
+
+def test_a_trusted_server_is_no_one_that_the_noise_holds_off() -> None:
+    book = ledger(*(Receipt(EVERYBODY, t, Counter({CLIENT: 1})) for t in range(50)))
+    assert book.epsilon(DELTA) == book.epsilon(DELTA, "public") == epsilon({replace(CLIENT, unit="example"): 50}, DELTA)
+    assert book.epsilon(DELTA, "server") == math.inf
+    assert book.epsilons(DELTA, observer="server") == {EVERYBODY: math.inf}
+    with pytest.raises(InputError, match="'example' and 'client' are mixed"):
+        ledger(*book, Receipt(0, 0, TEN)).epsilon(DELTA)
 
 
 # The statement
@@ -289,6 +410,47 @@ def test_the_statement_does_not_hide_a_release_without_noise() -> None:
     text = book.statement(DELTA)
     assert text.startswith("epsilon = inf: not private. 1 of 2 clients released something without noise")
     assert Ledger().statement(DELTA).startswith("epsilon = 0")
+
+
+def test_the_statement_shows_how_the_clients_are_spread() -> None:
+    book = ledger(*(Receipt(i, 0, Counter({POISSON: 10 * (i + 1)})) for i in range(30)))
+    text = book.statement(DELTA)
+    assert text.count("█") == 30
+    assert "By PLD, 30 clients:" in text
+    least, most = min(book.epsilons(DELTA).values()), max(book.epsilons(DELTA).values())
+    assert re.search(rf"{math.ceil(least * 1e4) / 1e4:.4f} to \d", text)
+    assert re.search(rf"to {math.ceil(most * 1e4) / 1e4:.4f}  █", text)
+    many = ledger(*(Receipt(i, 0, Counter({POISSON: 1 + i})) for i in range(100)), Receipt(100, 0, Counter({NOISELESS: 1})))
+    assert "By PLD, 34 of the 101 clients:" in many.statement(DELTA)
+    assert "█" not in ledger(*(Receipt(i, 0, TEN) for i in range(30))).statement(DELTA)
+
+
+def test_the_statement_names_the_public_where_coins_were_tossed() -> None:
+    book = by_coins(40, {0: list(range(30)), 1: [3]}, 0.2, TEN)
+    text = book.statement(DELTA)
+    assert text.startswith(f"epsilon = {math.ceil(book.epsilon(DELTA) * 1e4) / 1e4:.4f}: the price of one record")
+    assert f"models: {math.ceil(book.epsilon(DELTA, 'public') * 1e4) / 1e4:.4f} by PLD" in text
+    for fact in ("each of 40 rounds by an independent coin", "not amplified", "Without an average: 0"):
+        assert fact in text
+
+
+def test_the_statement_of_a_client_as_the_unit() -> None:
+    text = ledger(*(Receipt(EVERYBODY, t, Counter({CLIENT: 1})) for t in range(50))).statement(DELTA)
+    for fact in (
+        "the price of one client, at delta",
+        "add or remove one client",
+        "Clients: 200.",
+        "drawn or not",
+        "Observer: the public",
+    ):
+        assert fact in text
+    for other in ("record of one client", "Observer: the server", "median", "took part, so"):
+        assert other not in text
+    assert "Against the server epsilon is inf" in text
+    replaced = ledger(Receipt(EVERYBODY, 0, Counter({replace(CLIENT, sampling="fixed"): 1}))).statement(DELTA)
+    assert "replace one client by another" in replaced
+    bare = ledger(Receipt(EVERYBODY, 0, Counter({replace(CLIENT, sigma=0.0): 1}))).statement(DELTA)
+    assert bare.startswith("epsilon = inf: not private. The server released something without noise")
 
 
 def test_importing_the_ledger_does_not_import_the_accountants() -> None:

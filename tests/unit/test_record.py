@@ -314,6 +314,7 @@ LINES = {
         b'{"client": 0, "t": 0, "events": []}',  # contradicts what is charged
         b'{"client": "0", "t": 0, "events": []}',
         b'{"client": 7, "t": 0, "events": [[{"sigma": 1.0}, 1]]}',
+        *(b'{"round": 0}', b'{"round": 0, "rate": 2}', b'{"round": 0, "rate": "x"}', b'{"round": "0", "rate": 1}'),
     ],
 }
 
@@ -341,6 +342,29 @@ def test_the_same_charge_is_written_once(path: Path) -> None:
     again = RunRecord.open(path)
     assert [tuple(receipt) for receipt in again.ledger] == [tuple(receipt) for receipt in receipts(0)]
     assert again.ledger.events(0) == Counter({EVENT: 5})
+
+
+def test_a_round_joined_by_coins_is_announced_once_and_read_back(path: Path) -> None:
+    record = begin(path)
+    record.charge(receipts(0), {0: 0.25})
+    record.charge([], {1: 0.25})
+    data = (path / "ledger.jsonl").read_bytes()
+    record.close()
+    again = RunRecord.open(path)
+    assert (again.ledger.announced, charged(again)) == ({0: 0.25, 1: 0.25}, {(0, 0), (2, 0)})
+    again.charge(receipts(0), {0: 0.25, 1: 0.25})
+    with pytest.raises(InputError, match=r"announced at 0\.25"):
+        again.charge([], {1: 0.5})
+    again.close()
+    assert (path / "ledger.jsonl").read_bytes() == data
+
+
+def test_the_ledger_of_an_older_version_can_be_read(path: Path) -> None:
+    begin(path)
+    event = b'{"sampling": "poisson", "batch_size": 16, "num_examples": 1000, "sigma": 1.5}'
+    with (path / "ledger.jsonl").open("ab") as file:
+        file.write(b'{"client": 0, "t": 0, "events": [[' + event + b", 5]]}\n")
+    assert RunRecord.open(path).ledger.events(0) == Counter({EVENT: 5})
 
 
 def test_a_contradicting_charge_is_refused_before_it_is_written(path: Path) -> None:
