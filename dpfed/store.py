@@ -26,7 +26,7 @@ from collections.abc import Generator, Mapping
 from contextlib import closing, contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dpfed.accountants import Event, Plan, as_plan, check_whole, epsilon, plan_epsilon
 from dpfed.errors import InputError
@@ -138,7 +138,7 @@ class Store:
     def _reading(self) -> Generator[sqlite3.Connection]:
         """Who may write tidies up after those who were killed; where nobody may, SQLite has to be told so."""
         mode = "ro" if Path(f"{self.path}-wal").exists() else "ro&immutable=1"
-        if os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK):
+        if all(os.access(place, os.W_OK, effective_ids=True) for place in (self.path, self.path.parent)):
             mode = "rw"
         with _sqlite(self.path, mode) as file:
             _check_ours(self.path, file)
@@ -169,7 +169,10 @@ def _text(events: Mapping[Event, int]) -> str:
 
 @lru_cache(maxsize=1024)
 def _parsed(text: str) -> Plan:
-    return as_plan({Event.from_json(event): count for event, count in json.loads(text)})
+    pairs: list[tuple[dict[str, Any], int]] = json.loads(text)
+    if type(pairs) is not list:
+        raise TypeError("not a list")
+    return as_plan({Event.from_json(event): count for event, count in pairs})
 
 
 def _events(path: Path, text: str) -> Counter[Event]:
