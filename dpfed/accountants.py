@@ -130,7 +130,7 @@ def _epsilon(plan: Plan, delta: float, accountant: str, rounds: int, rate: float
         raise InputError(f"delta: must lie between 0 and 1, got {delta}. Take well below 1 / records, such as 1e-5.")
     if accountant not in ACCOUNTANTS:
         raise InputError(f"accountant: there is no {accountant!r}; choose one of: {', '.join(ACCOUNTANTS)}.")
-    _check_one_relation([plan])
+    check_one_relation([plan])
     if not plan or rounds * rate == 0:
         return 0.0
     if any(event.multiplier < FAINT for event, _ in plan):
@@ -232,7 +232,7 @@ def as_plan(events: Mapping[Event, int]) -> Plan:
 def undominated(plans: Iterable[Plan]) -> list[Plan]:
     """The plans among which the worst one is: of one kind of event, a higher rate, more steps and less noise cost more."""
     distinct = set(plans)
-    _check_one_relation(distinct)
+    check_one_relation(distinct)
     worst: list[tuple[float, int, float]] = []
     kept = [plan for plan in distinct if len(plan) != 1]
     single = [(-event.rate, -count, event.sigma, plan) for plan in distinct if len(plan) == 1 for event, count in plan]
@@ -243,7 +243,7 @@ def undominated(plans: Iterable[Plan]) -> list[Plan]:
     return kept
 
 
-def _check_one_relation(plans: Iterable[Plan]) -> None:
+def check_one_relation(plans: Iterable[Plan]) -> None:
     events = {event for plan in plans for event, _ in plan}
     if len({event.unit for event in events}) > 1:
         raise InputError("events: the units 'example' and 'client' are mixed, and no epsilon covers both. Use two ledgers.")

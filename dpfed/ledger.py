@@ -24,6 +24,7 @@ from dpfed.accountants import (
     Event,
     Plan,
     as_plan,
+    check_one_relation,
     check_whole,
     epsilon,
     plan_epsilon,
@@ -148,20 +149,18 @@ class Ledger:
     def epsilon(self, delta: float, observer: str | None = None, accountant: str = "pld") -> float:
         """Of the worst client; 0 when nothing was released. The observer is by default the one that the noise holds off."""
         observer = self._observer(observer)
-        worst = undominated(self._plans.values())
-        if observer == "public" and self._announced:
-            return max(self.epsilons(delta, accountant, observer).values(), default=0.0)
-        return max(_price(plan, delta, accountant, observer) for plan in [Plan(), *worst])
+        check_one_relation(self._plans.values())
+        alike: dict[object, dict[Plan, Plan]] = {0: {Plan(): Plan()}}  # who is worse in one price is in the other
+        for plan, once in self._priced(observer).values():
+            alike.setdefault(max(once)[1] if len(once) == 1 else once, {})[plan] = once
+        worst = ((plan, group[plan]) for group in alike.values() for plan in undominated(group))
+        return max(self._price(plan, once, delta, observer, accountant) for plan, once in worst)
 
     def epsilons(self, delta: float, accountant: str = "pld", observer: str | None = None) -> dict[int, float]:
         """Of every client that has paid."""
         observer = self._observer(observer)
-        found = {i: _price(self._plans[i], delta, accountant, observer) for i in self.clients()}
-        if observer == "public":
-            rounds, rate = 1 + max(self._announced, default=0), max(self._announced.values(), default=1.0)
-            for i, plan in self._usual().items():
-                found[i] = min(found[i], plan_epsilon(plan, delta, accountant, rounds, rate))
-        return found
+        plans = self._priced(observer).items()
+        return {i: self._price(plan, once, delta, observer, accountant) for i, (plan, once) in plans}
 
     def would_spend(
         self, receipts: Iterable[Receipt], delta: float, observer: str | None = None, accountant: str = "pld"
@@ -171,6 +170,20 @@ class Ledger:
         after._receipts, after._plans = self._receipts.copy(), self._plans.copy()
         after.post(receipts)
         return after.epsilon(delta, observer, accountant)
+
+    def _priced(self, observer: str) -> dict[int, tuple[Plan, Plan]]:
+        """What each client has spent, and what a round costs it, where the public's price may be averaged."""
+        usual = self._usual() if observer == "public" and self._announced else {}
+        return {client: (self._plans[client], usual.get(client, Plan())) for client in self.clients()}
+
+    def _price(self, plan: Plan, once: Plan, delta: float, observer: str, accountant: str) -> float:
+        price = plan_epsilon(plan, delta, accountant)
+        if observer == "server" and any(event.unit == "client" for event, _ in plan):
+            return math.inf  # it saw the uploads before it added the noise
+        if not once:
+            return price
+        rounds, rate = 1 + max(self._announced), max(self._announced.values())
+        return min(price, plan_epsilon(once, delta, accountant, rounds, rate))
 
     def _observer(self, name: str | None) -> str:
         if name is not None and name not in OBSERVERS:
@@ -273,12 +286,6 @@ def _histogram(prices: list[float], num_clients: int) -> list[str]:
     endless = [f"  {'inf':>24}  {len(prices) - len(finite)}"] if len(finite) < len(prices) else []
     shown = f"{len(prices)} of the " if len(prices) < num_clients else ""
     return [f"By PLD, {shown}{num_clients} clients:", *rows, *endless]
-
-
-def _price(plan: Plan, delta: float, accountant: str, observer: str) -> float:
-    """What a plan costs; a server that adds the noise itself has seen the uploads without it."""
-    cost = plan_epsilon(plan, delta, accountant)
-    return math.inf if observer == "server" and any(event.unit == "client" for event, _ in plan) else cost
 
 
 def _upwards(value: float) -> str:

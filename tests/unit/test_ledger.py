@@ -326,6 +326,16 @@ def test_the_public_price_is_averaged_over_the_coins() -> None:
     assert book.epsilon(DELTA, "public", "rdp") > average
 
 
+def test_the_public_pays_for_its_worst_client() -> None:
+    kinds = [Counter({Event("poisson", 16, n, s): k}) for n in (300, 900) for s in (1.0, 1.5) for k in (5, 10)]
+    kinds.append(Counter({POISSON: 3, Event("poisson", 16, 900, 2.0): 3}))
+    book = ledger(*(Receipt(i, t, kinds[i % 9]) for i in range(27) for t in range(40) if (i * t) % 11 < 1 + i % 4))
+    book.announce(dict.fromkeys(range(40), 0.15))
+    public = book.epsilons(DELTA, observer="public")
+    assert book.epsilon(DELTA, "public") == max(public.values()) < book.epsilon(DELTA, "server")
+    assert public.items() != book.epsilons(DELTA).items()
+
+
 def test_a_sure_coin_or_none_makes_public_and_server_one() -> None:
     always = by_coins(5, {0: list(range(5))}, 1.0, TEN)
     drawn = ledger(Receipt(0, 0, TEN), Receipt(0, 3, TEN))

@@ -175,6 +175,7 @@ for t in range(3):
 """
 
 
+@pytest.mark.slow
 def test_a_charge_is_forced_to_the_disk_before_anything_is_released(store: Store, tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     strace = shutil.which("strace")
