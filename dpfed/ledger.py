@@ -241,7 +241,7 @@ class Ledger:
     def _one_by_one(self, delta: float, plans: list[Plan]) -> list[str]:
         """Of a ledger of records; the plans stand in the order of their price, nearly."""
         median = {name: _upwards(plan_epsilon(plans[len(plans) // 2], delta, name)) for name in ACCOUNTANTS}
-        shown = plans[:: math.ceil(len(plans) / 40)]
+        shown = plans[:: -math.ceil(len(plans) / 40)]  # the dearest among them
         num_small = sum(any(event.rate == 1 for event, _ in plan) for plan in plans)
         return [
             f"Median client, by the variance of its privacy loss: {median['pld']} by PLD, {median['rdp']} by RDP.",

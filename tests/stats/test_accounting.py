@@ -224,7 +224,9 @@ def test_the_averaged_price_is_the_hockey_stick_of_sampled_losses(
                 loss = np.log1p(q * np.expm1((x - 0.5) / sigma**2))
                 total += np.where(joined, loss if direction == "remove" else -loss, 0)
     for delta in (0.1, 0.01):
-        found = epsilon({poisson(sigma, round(1000 * q)): num_steps}, delta, rounds=rounds, rate=rate)
+        spent = {poisson(sigma, round(1000 * q)): num_steps}
+        found = epsilon(spent, delta, rounds=rounds, rate=rate)
+        assert found <= epsilon(spent, delta, "rdp", rounds=rounds, rate=rate) <= 2 * found + 1
 
         def estimate(at: float) -> tuple[float, float]:
             gaps = [np.maximum(-np.expm1(at - loss), 0) for loss in losses.values()]

@@ -432,6 +432,7 @@ def test_the_statement_shows_how_the_clients_are_spread() -> None:
     assert re.search(rf"to {math.ceil(most * 1e4) / 1e4:.4f}  █", text)
     many = ledger(*(Receipt(i, 0, Counter({POISSON: 1 + i})) for i in range(100)), Receipt(100, 0, Counter({NOISELESS: 1})))
     assert "By PLD, 34 of the 101 clients:" in many.statement(DELTA)
+    assert re.search(r"inf  1$", many.statement(DELTA), re.MULTILINE)
     assert "█" not in ledger(*(Receipt(i, 0, TEN) for i in range(30))).statement(DELTA)
 
 
