@@ -1,8 +1,8 @@
 """Random numbers from a key, as a pure function: what a record's own key draws, on any device and in any order of drawing.
 
-A generator has a state, and `torch.vmap` has no room for one per record. Here a key is an int64 tensor, and its numbers are those
-of SplitMix64 (Steele, Lea, Flood 2014): the finaliser of key + i * golden. For augmentation and dropout, which owe the guarantee
-nothing; never for noise.
+A generator has a state, and `torch.vmap` has no room for one per record. Here a key is an int64 tensor, and its numbers are
+those of SplitMix64 (Steele, Lea, Flood 2014): the finaliser of key + i * golden. For augmentation and dropout, on which no
+guarantee rests; never for noise.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ ORDER = (
     "ledger",
     "store",
     "secure",
+    "mechanism",
     "privacy",
     "pieces",
     "algorithm",
