@@ -77,7 +77,7 @@ class Delta(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """An upload under adaptive clipping, and beside it the share of what was clipped that was within the threshold, less 1/2."""
+    """An upload under adaptive clipping, and the share of gradients (or uploads) that were within the threshold, less 1/2."""
 
     upload: Any
     within: Tensor

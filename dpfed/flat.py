@@ -258,6 +258,8 @@ class FlatModel:
         shapes = {name: tuple(column.shape) for name, column in example.items()}
         try:
             with torch.no_grad():
+                if self.needs_key:
+                    self.loss(self.theta0(), example | {"key": torch.tensor(0, device=self.theta0().device)})
                 output = self.output(self.theta0(), example)
                 if self.criterion is not cross_entropy:
                     loss = self.loss(self.theta0(), example)

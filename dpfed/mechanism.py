@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from dpfed.data import Sampling
 from dpfed.errors import InputError
@@ -116,8 +116,24 @@ class Gaussian:
         _check_batch(self.batch_size, self.sampling, self.augmentations)
 
 
+class Unprotected:
+    """What the mechanisms without a guarantee have in common."""
+
+    @property
+    def noise(self) -> Literal["local"]:
+        return "local"
+
+    @property
+    def colluding(self) -> float:
+        return 0.0
+
+    @property
+    def clipping(self) -> Literal["flat"]:
+        return "flat"
+
+
 @dataclass(frozen=True)
-class Plain:
+class Plain(Unprotected):
     """No clipping and no noise: the mean gradient of the batch. The ledger says epsilon = inf.
 
     Args:
@@ -130,19 +146,24 @@ class Plain:
     sampling: Sampling = "fixed"
     augmentations: int = 1
 
-    clip: ClassVar[float] = math.inf
-    sigma: ClassVar[float] = 0.0
-    noise: ClassVar[Literal["local"]] = "local"
-    colluding: ClassVar[float] = 0.0
-    clipping: ClassVar[Literal["flat"]] = "flat"
-    unit: ClassVar[Literal["example"]] = "example"
-
     def __post_init__(self) -> None:
         _check_batch(self.batch_size, self.sampling, self.augmentations)
 
+    @property
+    def clip(self) -> float:
+        return math.inf
+
+    @property
+    def sigma(self) -> float:
+        return 0.0
+
+    @property
+    def unit(self) -> Literal["example"]:
+        return "example"
+
 
 @dataclass(frozen=True)
-class AsReleased:
+class AsReleased(Unprotected):
     """What the released code of DP-FedAdamW does: it clips the gradient of the whole batch, tensor by tensor. Not private.
 
     One record can turn the mean gradient around, which moves each of the L tensors by 2C, all of them by 2C sqrt(L); the noise
@@ -158,17 +179,22 @@ class AsReleased:
     clip: float = 0.1
     batch_size: int = 16
 
-    sampling: ClassVar[Literal["fixed"]] = "fixed"
-    noise: ClassVar[Literal["local"]] = "local"
-    colluding: ClassVar[float] = 0.0
-    clipping: ClassVar[Literal["block"]] = "block"
-    unit: ClassVar[Literal["batch"]] = "batch"
-    augmentations: ClassVar[int] = 1
-
     def __post_init__(self) -> None:
         if not (0 <= self.sigma < math.inf and 0 < self.clip < math.inf):
             raise InputError(f"mechanism: sigma {self.sigma} and clip {self.clip} must be finite, and clip above 0.")
         _check_batch(self.batch_size, self.sampling, self.augmentations)
+
+    @property
+    def sampling(self) -> Literal["fixed"]:
+        return "fixed"
+
+    @property
+    def unit(self) -> Literal["batch"]:
+        return "batch"
+
+    @property
+    def augmentations(self) -> int:
+        return 1
 
 
 def _check_batch(batch_size: int, sampling: str, augmentations: int) -> None:
@@ -223,7 +249,7 @@ def events(mechanism: Mechanism, num_examples: int, queries: Mapping[int, int], 
 
 def calibrated_sigma(mechanism: Mechanism) -> float:
     if mechanism.sigma is None:
-        raise InputError("mechanism.sigma: not calibrated yet; dpfed.run and dpfed.calibrated do it.")
+        raise InputError("mechanism.sigma: not calibrated yet; dpfed.run does it. Give sigma instead of epsilon.")
     return mechanism.sigma
 
 

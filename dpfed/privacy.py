@@ -66,11 +66,11 @@ class PrivateGradient:
 
     ``noise_var`` is the public variance (sigma C / B)^2 of every coordinate, one row a client; 0 where clients are the unit,
     because the noise comes later. ``grad(theta, draw=1)`` asks for a further, independent batch of the same step. ``queries``
-    counts the calls by draw; what was counted is charged. ``within`` has one column under adaptive clipping: the noised share of
-    gradients within the threshold, less 1/2, summed over the calls. Else it has none.
+    counts the calls by draw; what was counted is charged. ``within`` has one column under adaptive clipping, the noised share
+    of gradients within the threshold, less 1/2, summed over the calls; else it has none.
 
-    ``noise(draw, query)`` is standard normal, ``[S, d]`` and those columns. ``clip`` is this round's threshold, ``factors`` what
-    sigma is multiplied by for each client, ``tensors`` are the sizes of the model's tensors.
+    ``noise(draw, query)`` is standard normal, ``[S, d]`` and those columns. ``clip`` is this round's threshold, ``factors``
+    are what sigma is multiplied by for each client, ``tensors`` the sizes of the model's tensors.
     """
 
     def __init__(
@@ -230,15 +230,18 @@ def clipped_upload(fields: Fields, clip: float, clipping: Clipping) -> tuple[dic
 
 
 def noised_upload(
-    fields: Fields, mechanism: Mechanism, clip: float, cohort: int, random: torch.Generator
-) -> tuple[dict[str, Tensor], Tensor]:
-    """A sum of clipped uploads over ``cohort``, its expected size, with the noise of a round; and the noise of the count."""
-    std = Noise.of(calibrated_sigma(mechanism), mechanism.clipping)
-    whole = torch.cat(list(fields.values()), dim=-1)
-    normal = torch.randn(whole.shape[-1] + 1, generator=random, dtype=whole.dtype, device=whole.device)
-    noised = whole + std.on_sum * clip / cohort * normal[:-1]
-    pieces = noised.split([field.shape[-1] for field in fields.values()], dim=-1)
-    return dict(zip(fields, pieces, strict=True)), std.on_number / cohort * normal[-1:]
+    fields: Fields, mechanism: Mechanism, clip: float | None, cohort: int, random: torch.Generator
+) -> dict[str, Tensor]:
+    """The fields of a sum of clipped uploads over ``cohort``, its expected size, with the noise of a round.
+
+    With a threshold ``clip`` of adaptive clipping, the last field is the number of those within it.
+    """
+    std, whole = Noise.of(calibrated_sigma(mechanism), mechanism.clipping), torch.cat(list(fields.values()))
+    scale = torch.full_like(whole, std.on_sum * (mechanism.clip if clip is None else clip) / cohort)
+    if clip is not None:
+        scale[-1] = std.on_number / cohort
+    noised = whole + scale * torch.randn(len(whole), generator=random, dtype=whole.dtype, device=whole.device)
+    return dict(zip(fields, noised.split([len(field) for field in fields.values()]), strict=True))
 
 
 def next_clip(clip: float, within: float, quantile: float) -> float:
