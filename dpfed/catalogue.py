@@ -7,7 +7,7 @@ from typing import Any
 
 from dpfed import algorithms
 from dpfed.errors import InputError
-from dpfed.privacy import Gaussian, Plain
+from dpfed.mechanism import AsReleased, Gaussian, Plain
 from dpfed.recipe import Recipe
 from dpfed.tasks import FashionMini
 
@@ -49,11 +49,13 @@ def quickstart() -> list[Recipe]:
 
 
 def named_recipe(name: str) -> Recipe:
-    """``task/METHOD``: any task with any method, at settings that work.
+    """``task/METHOD``: any task with any method, at settings that work; ``task/as-released/METHOD``: with the mechanism of the
+    released code of DP-FedAdamW, which is not private, for comparison.
 
     Where the server steps a round is one step, so these methods take more rounds, and larger batches, for the same epsilon.
     """
     task, _, method = name.partition("/")
+    released, method = method.startswith("as-released/"), method.removeprefix("as-released/")
     if task not in TASKS or method not in methods():
         raise InputError(f"recipe: there is no '{name}'. `dpfed list` shows the recipes.")
     kind, private = method.removeprefix("DP-"), method.startswith("DP-")
@@ -61,6 +63,7 @@ def named_recipe(name: str) -> Recipe:
     with_privacy, without = (FEDERATED | CENTRALISED)[kind]
     algorithm = getattr(algorithms, kind)(lr=with_privacy if private else without)
     mechanism = Gaussian(epsilon=3.0, batch_size=batch_size) if private else Plain(batch_size=batch_size)
+    mechanism = AsReleased(batch_size=batch_size) if released else mechanism
     return Recipe(TASKS[task](), algorithm, mechanism, rounds, local_steps, cohort=10)
 
 

@@ -243,8 +243,9 @@ def events(mechanism: Mechanism, num_examples: int, queries: Mapping[int, int], 
         return Counter()
     sigma, size, sampling = factor * calibrated_sigma(mechanism), mechanism.batch_size, mechanism.sampling
     seen = "open" if mechanism.noise == "local" else "secure"
-    sigma = 0.0 if mechanism.unit == "batch" else sigma
-    return Counter(Event(sampling, size, num_examples, sigma / math.sqrt(count), seen) for count in queries.values())
+    if mechanism.unit == "batch":
+        sigma = 0.0
+    return Counter(Event(sampling, size, num_examples, sigma / math.sqrt(n), seen, mechanism.unit) for n in queries.values())
 
 
 def calibrated_sigma(mechanism: Mechanism) -> float:
