@@ -30,12 +30,12 @@ def pad_crop_flip(pad: int, *, shape: tuple[int, int, int] | None = None) -> Aug
 
     def augment(example: Records, key: Tensor) -> Records:
         x = example["x"]
-        image = x if shape is None else x.view(shape)
+        image = x if shape is None else x.reshape(shape)
         if not 0 <= pad < min(image.shape[-2:]):
             raise InputError(f"pad: must be at least 0 and below the height and width {tuple(image.shape[-2:])}, got {pad}.")
         down, right, mirror = uniform(key, 3).unbind(-1)
         rows, columns = moved(image.shape[-2], down), moved(image.shape[-1], right)
         columns = torch.where(mirror < 0.5, columns.flip(-1), columns)
-        return example | {"x": image[..., rows, :][..., columns].view(x.shape)}
+        return example | {"x": image[..., rows, :][..., columns].reshape(x.shape)}
 
     return augment

@@ -56,12 +56,12 @@ def named_recipe(name: str) -> Recipe:
     """
     task, _, method = name.partition("/")
     released, method = method.startswith("as-released/"), method.removeprefix("as-released/")
-    if task not in TASKS or method not in methods():
+    if task not in TASKS or method not in methods() or (released and method.startswith("DP-")):
         raise InputError(f"recipe: there is no '{name}'. `dpfed list` shows the recipes.")
     kind, private = method.removeprefix("DP-"), method.startswith("DP-")
     rounds, local_steps, batch_size = (60, 1, 512) if kind in CENTRALISED else (30, 5, 256)
     with_privacy, without = (FEDERATED | CENTRALISED)[kind]
-    algorithm = getattr(algorithms, kind)(lr=with_privacy if private else without)
+    algorithm = getattr(algorithms, kind)(lr=with_privacy if private or released else without)
     mechanism = Gaussian(epsilon=3.0, batch_size=batch_size) if private else Plain(batch_size=batch_size)
     mechanism = AsReleased(batch_size=batch_size) if released else mechanism
     return Recipe(TASKS[task](), algorithm, mechanism, rounds, local_steps, cohort=10)

@@ -14,8 +14,13 @@ GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # int64 wraps, so these are the constants o
 
 
 def fold(key: Tensor, number: Tensor | int) -> Tensor:
-    """Another key for every number: of a record in a batch, of one of its augmentations, of a layer."""
-    return mix(mix(key) + number * GOLDEN)
+    """Another key for every number: of a record in a batch, of one of its augmentations, of a layer.
+
+    >>> fold(torch.tensor(7), 5).equal(fold(torch.tensor(7), torch.tensor(5)))
+    True
+    """
+    step = number * GOLDEN if isinstance(number, Tensor) else (number * GOLDEN + 2**63) % 2**64 - 2**63
+    return mix(mix(key) + step)
 
 
 def uniform(key: Tensor, num: int, stream: int = 0) -> Tensor:
