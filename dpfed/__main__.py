@@ -304,7 +304,10 @@ def _list(words: list[str]) -> None:
             "Recipes  (dpfed run RECIPE)": [
                 ("quickstart", catalogue.quickstart.__doc__ or ""),
                 *((f"{task}/METHOD", f"METHOD is one of {', '.join(catalogue.methods())}") for task in catalogue.TASKS),
-                ("TASK/as-released/METHOD", "the same with the mechanism of the released code of DP-FedAdamW, which is not private"),
+                (
+                    "TASK/as-released/METHOD",
+                    "the same with the mechanism of the released code of DP-FedAdamW, which is not private",
+                ),
             ],
             "Tasks": [(name, _summary(sys.modules[kind.__module__])) for name, kind in catalogue.TASKS.items()],
             "Algorithms": [(name, _summary(sys.modules[getattr(algorithms, name).__module__])) for name in algorithms.__all__],

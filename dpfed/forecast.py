@@ -21,6 +21,7 @@ from dpfed.errors import InputError
 from dpfed.flat import FlatModel, Layout, Part
 from dpfed.ledger import EVERYBODY, Event, Ledger, Receipt, calibrate
 from dpfed.mechanism import Gaussian, Mechanism, calibrated_sigma, events
+from dpfed.privacy import ALL
 from dpfed.recipe import Recipe
 
 TINY = Layout((Part("tiny", (8,), "weights"),))
@@ -33,9 +34,9 @@ class DryGradient:
         self.queries: Counter[int] = Counter()
         self.noise_var, self.answer = answer.new_zeros(1), answer
 
-    def __call__(self, theta: Tensor, *, draw: int = 0, minus: tuple[float, Tensor] | None = None) -> Tensor:
+    def __call__(self, theta: Tensor, *, draw: int = 0, minus: tuple[float, Tensor] | None = None, only: slice = ALL) -> Tensor:
         self.queries[draw] += 1
-        return self.answer
+        return self.answer[..., only]
 
 
 class Dry(NamedTuple):
@@ -110,7 +111,7 @@ def refuse_unsound(recipe: Recipe, job: Job, dry: Dry) -> None:
             f"mechanism.noise: 'distributed' protects one gradient a round, but {name} with local_steps={recipe.local_steps} "
             f"takes {sum(sum(step.values()) for step in dry.queries)}. Set local_steps=1, or noise='local'."
         )
-    if dry.memory is not None or not upload_is_linear(recipe.algorithm):
+    if dry.memory is not None or not upload_is_linear(job.algorithm):
         raise InputError(
             f"mechanism.noise: 'distributed' protects only sums, but the uploads of {name} are not linear in its gradient, "
             "or it keeps a memory. Take an algorithm whose server steps, such as AdamW, SGD or AdamWBC, or noise='local'."

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 from dpfed.data import Sampling
 from dpfed.errors import InputError
@@ -17,7 +17,7 @@ from dpfed.ledger import Event
 
 Clipping = Literal["flat", "block", "automatic", "adaptive"]
 Unit = Literal["example", "client", "batch"]
-COUNT_SHARE = 0.01  # adaptive clipping: of 1 / sigma^2, what the count of gradients within the threshold costs
+COUNT_SHARE = 0.01  # adaptive clipping: of 1 / sigma^2, what the count of those within the threshold costs
 
 
 class Mechanism(Protocol):
@@ -254,21 +254,19 @@ def calibrated_sigma(mechanism: Mechanism) -> float:
     return mechanism.sigma
 
 
-class Noise(NamedTuple):
-    """Standard deviations that one event's sigma pays for: of a sum clipped to norm 1, and of the number beside it."""
+def reach(clipping: Clipping, clip: float) -> float:
+    """How far one unit moves what is released: the clip; under adaptive clipping with the count beside the sum.
 
-    on_sum: float
-    on_number: float
+    >>> reach("flat", 2.0), round(reach("adaptive", 2.0), 4)
+    (2.0, 2.0101)
+    """
+    return clip / math.sqrt(1 - COUNT_SHARE) if clipping == "adaptive" else clip
 
-    @classmethod
-    def of(cls, sigma: float, clipping: Clipping) -> Noise:
-        """
-        >>> Noise.of(1.0, "flat")
-        Noise(on_sum=1.0, on_number=0.0)
-        >>> on_sum, on_number = Noise.of(1.0, "adaptive")
-        >>> round(on_sum, 4), round(on_number, 4), round(1 / on_sum**2 + 1 / (2 * on_number) ** 2, 12)
-        (1.005, 5.0, 1.0)
-        """
-        if clipping != "adaptive":
-            return cls(sigma, 0.0)
-        return cls(sigma / math.sqrt(1 - COUNT_SHARE), sigma / (2 * math.sqrt(COUNT_SHARE)))
+
+def count_weight(clip: float) -> float:
+    """Adaptive clipping: the count, times this, is one coordinate more of the sum. One unit moves it by half of that.
+
+    >>> round(math.hypot(2.0, count_weight(2.0) / 2), 4) == round(reach("adaptive", 2.0), 4)
+    True
+    """
+    return 2 * clip * math.sqrt(COUNT_SHARE / (1 - COUNT_SHARE))

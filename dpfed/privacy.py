@@ -15,9 +15,10 @@ sigma / sqrt(2) inside the same subsampling, and are charged as such.
     automatic   g C / (|g| + 0.01)                                              Bu et al. 2022, arXiv 2206.07136
     adaptive    flat, with a threshold that follows a quantile of the norms: C <- C exp(-0.2 (b - quantile)) once a round,
                 b the noised share of gradients within C                        Andrew et al. 2021, arXiv 1905.03871
-That share is paid for: every call then releases a pair, the sum with noise sigma_g C, and with noise sigma_b the number of
-gradients within C less half of all, which one record moves by 1/2. The pair is one Gaussian mechanism of multiplier sigma,
-1 / sigma^2 = 1 / sigma_g^2 + 1 / (2 sigma_b)^2, and is charged as such; the number takes a hundredth of the left side.
+That share is paid for: every call then releases a pair, the sum and the number of gradients within C less half of all, which
+one record moves by 1/2. The number, in units of w, is one coordinate more of the sum; together one record moves them by
+C / sqrt(1 - 0.01), and the noise is sigma times that. So with sigma_g C on the sum and sigma_b on the number the pair is one
+Gaussian mechanism of multiplier sigma, 1 / sigma^2 = 1 / sigma_g^2 + 1 / (2 sigma_b)^2, and is charged as such.
 
 ``unit="client"`` protects whole clients (McMahan et al. 2018, arXiv 1710.06963). Gradients are plain; a client's upload is
 clipped to C over all of its fields together; the server sums, adds N(0, (sigma C)^2 I) once a round, and divides by the
@@ -31,6 +32,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple, cast
 
 import torch
@@ -40,7 +42,7 @@ from torch.func import grad, vmap
 from dpfed.flat import Records
 from dpfed.keyed import fold
 from dpfed.mechanism import AsReleased as AsReleased
-from dpfed.mechanism import Clipping, Noise, Unit, calibrated_sigma
+from dpfed.mechanism import Clipping, Unit, calibrated_sigma, count_weight, reach
 from dpfed.mechanism import Gaussian as Gaussian
 from dpfed.mechanism import Mechanism as Mechanism
 from dpfed.mechanism import Plain as Plain
@@ -49,6 +51,7 @@ from dpfed.mechanism import expected_size as expected_size
 from dpfed.mechanism import protection as protection
 
 Loss = Callable[[Tensor, Records], Tensor]
+ALL = slice(None)
 STABLE = 0.01  # automatic clipping: added to the norm, so that a gradient near 0 is not blown up
 CLIP_STEP = 0.2  # adaptive clipping: of the logarithm of the threshold, for a share that is off by 1
 
@@ -66,18 +69,18 @@ class PrivateGradient:
 
     ``noise_var`` is the public variance (sigma C / B)^2 of every coordinate, one row a client; 0 where clients are the unit,
     because the noise comes later. ``grad(theta, draw=1)`` asks for a further, independent batch of the same step. ``queries``
-    counts the calls by draw; what was counted is charged. ``within`` has one column under adaptive clipping, the noised share
-    of gradients within the threshold, less 1/2, summed over the calls; else it has none.
+    counts the calls by draw; what was counted is charged. ``within`` is, under adaptive clipping, the noised share of gradients
+    within the threshold, less 1/2, summed over the calls.
 
-    ``noise(draw, query)`` is standard normal, ``[S, d]`` and those columns. ``clip`` is this round's threshold, ``factors``
-    are what sigma is multiplied by for each client, ``tensors`` the sizes of the model's tensors.
+    ``noise(sum, std, draw, query)`` gives the sum with noise of that standard deviation. ``clip`` is this round's threshold,
+    ``factors`` are what sigma is multiplied by for each client, ``tensors`` the sizes of the model's tensors.
     """
 
     def __init__(
         self,
         loss: Loss,
         batch: Callable[[int], list[Part]],
-        noise: Callable[[int, int], Tensor],
+        noise: Callable[[Tensor, Tensor | float, int, int], Tensor],
         sizes: Tensor,
         mechanism: Mechanism,
         cohort_size: int = 1,
@@ -88,52 +91,54 @@ class PrivateGradient:
     ) -> None:
         self._loss, self._batch, self._noise, self._sizes = _varied(loss, mechanism.augmentations), batch, noise, sizes
         self._unit: Unit = mechanism.unit
-        self._clipping: Clipping = mechanism.clipping
-        self._clip, self._tensors = mechanism.clip if clip is None else clip, list(tensors)
+        self._clipping: Clipping = "flat" if mechanism.unit == "client" else mechanism.clipping  # there, uploads are clipped
+        self._clip, self._tensors = mechanism.clip if clip is None else clip, tensors
         self._noisy = bool(mechanism.sigma) and mechanism.unit != "client"
-        std = Noise.of(mechanism.sigma or 0.0 if self._noisy else 0.0, mechanism.clipping)
-        share = math.sqrt(cohort_size) if mechanism.noise == "distributed" else 1.0
-        self._noise_std = std.on_sum * self._clip / share * factors if self._noisy else 0.0
-        self._count_std = std.on_number / share * factors
+        self._noise_std: Tensor | float = 0.0
+        if mechanism.sigma and self._noisy:
+            share = math.sqrt(cohort_size) if mechanism.noise == "distributed" else 1.0
+            self._noise_std = mechanism.sigma * reach(self._clipping, self._clip) / share * factors
         self.noise_var = (self._noise_std / sizes) ** 2
         self.queries: Counter[int] = Counter()
-        self.within = sizes.new_zeros(len(sizes), self._clipping == "adaptive")
+        self.within = torch.zeros_like(sizes)
 
-    def __call__(self, theta: Tensor, *, draw: int = 0, minus: tuple[float, Tensor] | None = None) -> Tensor:
+    def __call__(self, theta: Tensor, *, draw: int = 0, minus: tuple[float, Tensor] | None = None, only: slice = ALL) -> Tensor:
         """``[d]`` or ``[S, d]`` -> ``[S, d]``: clipped per record, summed, noised, divided by the expected size.
 
         ``minus=(c, other)`` releases the difference g(theta) - c g(other) of every record's gradients, clipped as one.
+        ``only`` releases the gradient of some (public) coordinates: restricted before it is clipped, ``[S, n]``.
         """
         query = self.queries[draw]
         self.queries[draw] += 1
-        d = theta.shape[-1]
-        theta = theta.expand(len(self._sizes), d)
+        theta = theta.expand(len(self._sizes), theta.shape[-1])
         points = [(1.0, theta)] if minus is None else [(1.0, theta), (-minus[0], minus[1].expand_as(theta))]
-        total, count = self._sums(draw, points)
+        total = self._sum(draw, points, only)
         if self._unit == "batch":
-            total = self._sizes * clipped_tensors(total / self._sizes, self._clip, self._tensors)
+            total = self._sizes * clipped_tensors(total / self._sizes, self._clip, tensors_within(self._tensors, only))
         if self._noisy:
-            normal = self._noise(draw, query)
-            total, count = total + self._noise_std * normal[..., :d], count + self._count_std * normal[..., d:]
-        self.within = self.within + count / self._sizes
-        return total / self._sizes
+            total = self._noise(total, self._noise_std, draw, query)
+        mean = total / self._sizes
+        if self._clipping == "adaptive":
+            mean, count = mean[..., :-1], mean[..., -1:]
+            self.within = self.within + count / count_weight(self._clip)
+        return mean
 
-    def _sums(self, draw: int, points: Points) -> tuple[Tensor, Tensor]:
-        """Over the batch: the gradients; and, in the columns of ``within``, those within the threshold less half of all."""
-        total = torch.zeros_like(points[0][1], memory_format=torch.contiguous_format)
-        count = torch.zeros_like(self.within)
+    def _sum(self, draw: int, points: Points, only: slice) -> Tensor:
+        """Over the batch. Under adaptive clipping the count stands behind the gradients, as one coordinate more."""
+        theta = points[0][1][..., only]
+        total = theta.new_zeros(len(theta), theta.shape[-1] + (self._clipping == "adaptive"))
+        tensors = tensors_within(self._tensors, only) if self._clipping == "block" else None
         for examples, mask, rows in self._batch(draw):
             here = points if rows is None else [(factor, point[rows]) for factor, point in points]
             if self._unit != "example" or math.isinf(self._clip):
-                part = plain_sum(self._loss, here, examples, mask)
+                part = plain_sum(self._loss, here, examples, mask, only)
             else:
-                tensors = self._tensors if self._clipping == "block" else None
-                part, norms = clipped_sum(self._loss, here, examples, mask, self._clip, self._clipping, tensors)
+                part, norms = clipped_sum(self._loss, here, examples, mask, self._clip, self._clipping, tensors, only)
                 if self._clipping == "adaptive":
-                    half = (_within(norms, self._clip) * mask).sum(-1, keepdim=True)
-                    count = count + half if rows is None else count.index_add(0, rows, half)
+                    count = (_within(norms, self._clip) * mask).sum(-1, keepdim=True)
+                    part = torch.cat([part, count_weight(self._clip) * count], dim=-1)
             total = total + part if rows is None else total.index_add(0, rows, part)
-        return total, count
+        return total
 
 
 Points = Sequence[tuple[float, Tensor]]
@@ -148,6 +153,7 @@ def clipped_sum(
     clip: float,
     clipping: Clipping = "flat",
     tensors: list[int] | None = None,
+    only: slice = ALL,
 ) -> tuple[Tensor, Tensor]:
     """``[S, d]``: for every client the sum over its batch of the records' gradients, each clipped; and their norms ``[S, B]``.
 
@@ -160,6 +166,7 @@ def clipped_sum(
         grads = cast(Tensor, per_record(theta, examples))
         for factor, other in others:
             grads = grads + factor * cast(Tensor, per_record(other, examples))
+        grads = grads[..., only]
         pieces = grads.split(tensors, dim=-1) if tensors else (grads,)
         bound, sums = clip / math.sqrt(len(pieces)), list[Tensor]()
         norms = [torch.linalg.vector_norm(piece, dim=-1) for piece in pieces]
@@ -178,6 +185,17 @@ def shrinkage(norms: Tensor, clip: float, clipping: Clipping) -> Tensor:
 def _within(norms: Tensor, clip: float) -> Tensor:
     """1/2 for a norm within the threshold, -1/2 for one beyond it, or that is not finite."""
     return (norms <= clip).to(norms.dtype) - 0.5
+
+
+def tensors_within(tensors: Sequence[int], only: slice) -> list[int]:
+    """The sizes of the tensors, as far as they lie inside a range of coordinates.
+
+    >>> tensors_within([2, 3, 4], slice(2, 6))
+    [3, 1]
+    """
+    start, stop, _ = only.indices(sum(tensors))
+    ends = [min(max(end, start), stop) for end in accumulate(tensors, initial=0)]
+    return [after - before for before, after in pairwise(ends) if after > before]
 
 
 def clipped_tensors(x: Tensor, clip: float, tensors: list[int]) -> Tensor:
@@ -203,7 +221,7 @@ def _varied(loss: Loss, num: int) -> Loss:
     return mean_loss
 
 
-def plain_sum(loss: Loss, points: Points, examples: Records, mask: Tensor) -> Tensor:
+def plain_sum(loss: Loss, points: Points, examples: Records, mask: Tensor, only: slice = ALL) -> Tensor:
     """``[S, d]``: the sum of the gradients without clipping, never materialised per record. Not private."""
 
     def total(theta: Tensor, examples: Records, mask: Tensor) -> Tensor:
@@ -212,7 +230,7 @@ def plain_sum(loss: Loss, points: Points, examples: Records, mask: Tensor) -> Te
 
     with torch.no_grad():
         sums = [factor * vmap(grad(total))(theta, examples, mask) for factor, theta in points]
-        return torch.stack(sums).sum(0)
+        return torch.stack(sums).sum(0)[:, only]
 
 
 Fields = Mapping[str, Tensor]
@@ -236,11 +254,12 @@ def noised_upload(
 
     With a threshold ``clip`` of adaptive clipping, the last field is the number of those within it.
     """
-    std, whole = Noise.of(calibrated_sigma(mechanism), mechanism.clipping), torch.cat(list(fields.values()))
-    scale = torch.full_like(whole, std.on_sum * (mechanism.clip if clip is None else clip) / cohort)
+    scale, whole = mechanism.clip if clip is None else clip, torch.cat(list(fields.values()))
+    units = torch.ones_like(whole)
     if clip is not None:
-        scale[-1] = std.on_number / cohort
-    noised = whole + scale * torch.randn(len(whole), generator=random, dtype=whole.dtype, device=whole.device)
+        units[-1] = count_weight(clip)
+    std = calibrated_sigma(mechanism) * reach(mechanism.clipping, scale) / cohort
+    noised = whole + std / units * torch.randn(len(whole), generator=random, dtype=whole.dtype, device=whole.device)
     return dict(zip(fields, noised.split([len(field) for field in fields.values()]), strict=True))
 
 

@@ -151,7 +151,7 @@ def _training(recipe: Recipe, record: RunRecord, engine: Engine, plan: Forecast)
 
 
 def _beginning(recipe: Recipe, job: Job, theta: Tensor) -> Standing:
-    s = recipe.algorithm.server_init(theta, job.model.layout)
+    s = job.algorithm.server_init(theta, job.model.layout)
     clip = [job.mechanism.clip] if job.mechanism.clipping == "adaptive" else []
     return Standing(s, torch.tensor(clip, dtype=torch.float64), no_moment(theta[:0] if recipe.average == "none" else theta))
 
@@ -164,7 +164,7 @@ def _announced(recipe: Recipe, job: Job, t: int, now: Standing, cohort: list[int
     share, shrinkage = len(weights) / len(job.federation.clients), sum(weight**2 for weight in weights)
     clip = float(now.clip) if len(now.clip) else None
     announced = Round(t, scale, recipe.local_steps, job.model.layout, shrinkage, share, clip)
-    return replace(announced, public=public_fields(recipe.algorithm, announced)) if by_client else announced
+    return replace(announced, public=public_fields(job.algorithm, announced)) if by_client else announced
 
 
 def _step(engine: Engine, job: Job, now: Standing, t: Round, cohort: list[int], plan: list[Receipt]) -> tuple[Standing, int]:

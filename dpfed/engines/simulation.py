@@ -146,17 +146,17 @@ def train_clients(
     num_examples = [job.federation.sizes[i] for i in clients]
     sizes = torch.tensor([[expected_size(job.mechanism, n)] for n in num_examples], device=device, dtype=s.theta.dtype)
     gradients: list[PrivateGradient] = []
-    shape = (s.theta.shape[-1] + (job.mechanism.clipping == "adaptive"),)
     own = torch.tensor([[job.factors[i]] for i in clients], device=device, dtype=s.theta.dtype) if job.factors else 1.0
 
     def gradient(k: int) -> PrivateGradient:
         def batch(draw: int) -> list[Part]:
             return _batch(job, clients, t.index, k, draw, records_at_once)
 
-        def noise(draw: int, query: int) -> Tensor:
+        def noise(total: Tensor, std: Tensor | float, draw: int, query: int) -> Tensor:
             keys = [(t.index, i, k, draw, query) for i in clients]
             draws = [data.generator(job.seed, "noise", *numbers, device=device) for numbers in keys]
-            return torch.stack([torch.randn(shape, generator=g, dtype=s.theta.dtype, device=device) for g in draws])
+            normal = [torch.randn(total.shape[1:], generator=g, dtype=total.dtype, device=device) for g in draws]
+            return total + std * torch.stack(normal)
 
         setting: dict[str, Any] = {"clip": t.clip, "factors": own, "tensors": job.model.layout.sizes}
         gradients.append(PrivateGradient(job.model.loss, batch, noise, sizes, job.mechanism, len(cohort), **setting))
