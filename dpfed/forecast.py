@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dpfed.algorithm import Algorithm, Round, Tree, client_round, leaves
 from dpfed.data import Federation, generator
+from dpfed.diagnostics import Observed
 from dpfed.engines.simulation import Job, protections
 from dpfed.errors import InputError
 from dpfed.flat import FlatModel, Layout, Part
@@ -206,6 +207,8 @@ def forecast(recipe: Recipe, model: FlatModel, federation: Federation) -> Foreca
     refuse_unsound(recipe, job, dry)
     drawn = cohorts(recipe, job)
     job = calibrated(recipe, job, drawn, dry)
+    if recipe.diagnostics and recipe.mechanism.noise == "local" and recipe.mechanism.unit != "client":
+        job = job._replace(algorithm=Observed(recipe.algorithm))  # elsewhere nobody may see a single upload
     return Forecast(job, drawn, dry, *affordable(recipe, job, drawn, dry))
 
 

@@ -11,11 +11,13 @@ adds the noise between "average" and "server_step", once a round, also when nobo
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from dpfed.algorithm import Counted, Round, Tree, leaves, like, num_bytes
 from dpfed.data import Federation, generator
+from dpfed.diagnostics import columns, own_upload
 from dpfed.engines.simulation import Engine, Job, client_weights, memory_tensors
 from dpfed.errors import InputError
 from dpfed.flat import FlatModel
@@ -30,7 +33,7 @@ from dpfed.forecast import Forecast, blank_upload, coins, forecast, planned_rece
 from dpfed.forecast import dry_round as dry_round
 from dpfed.forecast import planned_events as planned_events
 from dpfed.ledger import Ledger, Receipt
-from dpfed.mechanism import Gaussian
+from dpfed.mechanism import Gaussian, calibrated_sigma, expected_size, reach
 from dpfed.pieces import Moment, no_moment, push, schedule_scale
 from dpfed.privacy import next_clip, noised_upload
 from dpfed.recipe import Recipe, to_json
@@ -127,7 +130,12 @@ def _training(recipe: Recipe, record: RunRecord, engine: Engine, plan: Forecast)
         spent.post(receipts)
         row: Row = {"t": t, "clients": len(cohort), "bytes_down": num_bytes(now.s), "bytes_up": 0}
         if cohort or job.mechanism.unit == "client":
-            now, row["bytes_up"] = _step(engine, job, now, _announced(recipe, job, t, now, cohort), cohort, receipts)
+            announced = _announced(recipe, job, t, now, cohort)
+            now, upload = _step(engine, job, now, announced, cohort, receipts)
+            row["bytes_up"] = num_bytes(own_upload(upload))
+            if recipe.diagnostics:
+                noise_var = noise_variance(job, cohort, announced.clip)
+                row["diagnostics"] = columns(recipe.algorithm, now.s, upload, announced, noise_var)
         if not bool(now.s.theta.isfinite().all()):
             raise InputError(
                 f"algorithm.lr: the parameters became NaN or Inf in round {t}; the learning rate is too large. Lower it and "
@@ -167,8 +175,8 @@ def _announced(recipe: Recipe, job: Job, t: int, now: Standing, cohort: list[int
     return replace(announced, public=public_fields(job.algorithm, announced)) if by_client else announced
 
 
-def _step(engine: Engine, job: Job, now: Standing, t: Round, cohort: list[int], plan: list[Receipt]) -> tuple[Standing, int]:
-    """What stands after the round, and the bytes of an upload."""
+def _step(engine: Engine, job: Job, now: Standing, t: Round, cohort: list[int], plan: list[Receipt]) -> tuple[Standing, Tree]:
+    """What stands after the round, and the mean of what was uploaded."""
     by_client = job.mechanism.unit == "client"
     upload: Tree = None
     receipts = list[Receipt]()
@@ -178,11 +186,11 @@ def _step(engine: Engine, job: Job, now: Standing, t: Round, cohort: list[int], 
         raise RuntimeError(f"round {t.index}: the engine spent other events than were charged; nothing of it is released")
     if by_client:
         upload = _noised(job, now.s, t, upload)
-    size, clip = num_bytes(upload), now.clip
+    clip = now.clip
     if isinstance(job.mechanism, Gaussian) and t.clip is not None:
         upload, within = upload
         clip = torch.full_like(clip, next_clip(t.clip, float(within) + 0.5, job.mechanism.quantile))
-    return now._replace(s=job.algorithm.server_step(now.s, upload, t), clip=clip), size
+    return now._replace(s=job.algorithm.server_step(now.s, upload, t), clip=clip), upload
 
 
 def _noised(job: Job, s: Tree, t: Round, total: Tree) -> Tree:
@@ -195,6 +203,19 @@ def _noised(job: Job, s: Tree, t: Round, total: Tree) -> Tree:
     private = {name: field for name, field in sums.items() if name not in everybodys}
     random = generator(job.seed, "server noise", t.index, device=s.theta.device)
     return like(blank, dict(leaves(blank)) | noised_upload(private, job.mechanism, t.clip, job.cohort, random))
+
+
+def noise_variance(job: Job, cohort: list[int], clip: float | None = None) -> float:
+    """Phi = (sigma C / B)^2 of a client's gradient, the mean over the cohort."""
+    mechanism = job.mechanism
+    if mechanism.unit == "client" or not mechanism.sigma:
+        return 0.0
+    share = math.sqrt(len(cohort)) if mechanism.noise == "distributed" else 1.0
+    std = calibrated_sigma(mechanism) * reach(mechanism.clipping, mechanism.clip if clip is None else clip) / share
+    return fmean(
+        ((job.factors[i] if job.factors else 1.0) * std / expected_size(mechanism, job.federation.sizes[i])) ** 2
+        for i in cohort
+    )
 
 
 def _averaged(recipe: Recipe, now: Standing, t: int, num_rounds: int) -> Moment:
