@@ -215,12 +215,15 @@ class Ledger:
         plans, first = sorted(self._plans.values(), key=variance), min(events)
         num_bare = sum(any(event.multiplier < FAINT for event, _ in plan) for plan in plans)
         who = "The server" if first.unit == "client" else f"{num_bare} of {len(plans)} clients"
-        what = "one client" if first.unit == "client" else "one record"
+        what = "one client" if first.unit == "client" else "one unit" if first.grouped else "one record"
         where = "" if first.unit == "client" else f", at the worst of {len(plans)} clients"
         verdict = f"the price of {what}, at delta = {delta:g}{where}."
         if num_bare:
             verdict = f"not private. {who} released something without noise (sigma 0, or nearly)."
         neighbours, sampling = NEIGHBOURS[first.unit, first.sampling]
+        if first.grouped:
+            most, verb = round(first.sigma / first.multiplier), "add or remove" if first.sampling == "poisson" else "replace"
+            neighbours = f"{verb} one unit with all that depends on it; it moves the clipped sum by at most {most}C."
         return "\n  ".join(
             [
                 f"epsilon = {worst['pld']}: {verdict}",
@@ -248,7 +251,7 @@ class Ledger:
             *_histogram([plan_epsilon(plan, delta) for plan in shown], len(plans)),
             f"Clients: {len(plans)} took part. Each pays for the rounds in which it really did, the run for its worst client.",
             f"Clients smaller than the batch (no more records than it has: rate 1, no amplification): {num_small}.",
-            "Unit: one record of one client. No record belongs to two clients.",
+            "Unit: " + _unit(next(event for plan in plans for event, _ in plan)),
             "Treated as public: the clients' sizes, the batch sizes, the participation.",
         ]
 
@@ -272,6 +275,15 @@ class Ledger:
             f"may well show who took part. Without an average: {num_other}\n    clients, whose rounds differ in price or "
             "were joined otherwise."
         )
+
+
+def _unit(event: Event) -> str:
+    if not event.grouped:
+        return "one record of one client. No record belongs to two clients."
+    return (
+        f"what owns up to {event.owned} records of one client and is read by up to {event.readers} others, such as a node of a "
+        "graph\n    and its links. It comes or goes as a whole; a record that reads it stays and changes, by up to 2C."
+    )
 
 
 def _histogram(prices: list[float], num_clients: int) -> list[str]:

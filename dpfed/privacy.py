@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
-from dpfed.data import Sampling
+from dpfed.data import RECORD, Footprint, Sampling
 from dpfed.errors import InputError
 from dpfed.flat import Records
 from dpfed.ledger import Event
@@ -157,16 +157,26 @@ def protection(mechanism: Mechanism, cohort: Sequence[tuple[float, int]]) -> lis
     return found
 
 
-def events(mechanism: Mechanism, num_examples: int, queries: Mapping[int, int], factor: float = 1.0) -> Counter[Event]:
+def events(
+    mechanism: Mechanism,
+    num_examples: int,
+    queries: Mapping[int, int],
+    factor: float = 1.0,
+    footprint: Footprint = RECORD,
+) -> Counter[Event]:
     """What one local step costs a client: one event a batch, at sigma / sqrt(number of gradients taken on that batch).
 
-    ``factor`` is the client's ``protection``.
+    ``factor`` is the client's ``protection``, ``footprint`` the federation's.
     """
     if mechanism.sigma is None:
         raise InputError("mechanism.sigma: not calibrated yet; dpfed.run and dpfed.calibrated do it.")
     sigma, size, sampling = factor * mechanism.sigma, mechanism.batch_size, mechanism.sampling
     seen = "open" if mechanism.noise == "local" else "secure"
-    return Counter(Event(sampling, size, num_examples, sigma / math.sqrt(count), seen) for count in queries.values())
+    owned, readers = footprint
+    return Counter(
+        Event(sampling, size, num_examples, sigma / math.sqrt(count), seen, owned=owned, readers=readers)
+        for count in queries.values()
+    )
 
 
 class Part(NamedTuple):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dpfed.algorithm import Algorithm, Round, Tree, client_round, like, num_bytes
 from dpfed.algorithm import leaves as named
-from dpfed.data import Federation, generator
+from dpfed.data import RECORD, Federation, Footprint, generator
 from dpfed.diagnostics import Observed, columns, own_upload
 from dpfed.engines.simulation import Engine, Job, client_weights, memory_tensors, protections
 from dpfed.errors import InputError
@@ -65,18 +65,20 @@ def dry_round(algorithm: Algorithm, num_steps: int) -> Dry:
     return Dry([step.queries for step in steps], memory)
 
 
-def planned_events(mechanism: Mechanism, num_examples: int, dry: Dry, factor: float = 1.0) -> Counter[Event]:
+def planned_events(
+    mechanism: Mechanism, num_examples: int, dry: Dry, factor: float = 1.0, footprint: Footprint = RECORD
+) -> Counter[Event]:
     """What one round costs a client whose ``protection`` is ``factor``."""
     total: Counter[Event] = Counter()
     for queries in dry.queries:
-        total.update(events(mechanism, num_examples, queries, factor))
+        total.update(events(mechanism, num_examples, queries, factor, footprint))
     return total
 
 
 def planned_receipts(job: Job, t: int, cohort: list[int], dry: Dry) -> list[Receipt]:
     """What round ``t`` will cost its cohort: public, and known before it happens."""
-    factors, sizes = protections(job, cohort), job.federation.sizes
-    return [Receipt(i, t, planned_events(job.mechanism, sizes[i], dry, factors[i])) for i in cohort]
+    factors, sizes, footprint = protections(job, cohort), job.federation.sizes, job.federation.footprint
+    return [Receipt(i, t, planned_events(job.mechanism, sizes[i], dry, factors[i], footprint)) for i in cohort]
 
 
 def calibrated(recipe: Recipe, job: Job, dry: Dry) -> Recipe:

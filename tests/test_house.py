@@ -18,6 +18,7 @@ ORDER = (
     "fast",
     "flat",
     "data",
+    "mixture",
     "accountants",
     "planning",
     "ledger",
