@@ -48,7 +48,7 @@ def data_root(root: str | Path | None = None) -> Path:
 
 def plain_or_gz(folder: Path, file: str) -> Path:
     plain = folder / file.removesuffix(GZ)
-    return folder / (plain.name + ".gz") if file.endswith(GZ) and not plain.exists() else plain
+    return plain.with_name(plain.name + ".gz") if file.endswith(GZ) and not plain.exists() else plain
 
 
 def read_bytes(path: Path, at_most: int) -> bytes:
