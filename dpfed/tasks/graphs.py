@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dpfed.errors import InputError
-from dpfed.tasks.folders import DataSet, read_text
+from dpfed.tasks.folders import DataSet, plain_or_gz, read_bytes, read_text
 
 GraphName = Literal["cora", "citeseer", "pubmed", "arxiv"]
 CLASSES = {"cora": 7, "citeseer": 6, "pubmed": 3, "arxiv": 40}
@@ -52,13 +52,15 @@ def read_planetoid(name: Literal["cora", "citeseer", "pubmed"], root: str | Path
     source = "https://github.com/kimiyoung/planetoid, saved as one npz with the columns " + ", ".join(NPZ_COLUMNS)
     path = DataSet(name, ("planetoid", "."), (f"{name}.npz",), source).find(root) / f"{name}.npz"
     try:
-        with np.load(path, allow_pickle=False) as stored:
+        with np.load(io.BytesIO(read_bytes(path, 2**31)), allow_pickle=False) as stored:
             columns = {column: stored[column] for column in NPZ_COLUMNS}
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise InputError(f"{path}: cannot be read ({error}). Get the file again, with the columns {NPZ_COLUMNS}.") from error
     data, indices, indptr = (columns[f"x_{part}"] for part in ("data", "indices", "indptr"))
-    num_nodes, num_features = (int(n) for n in columns["x_shape"].reshape(-1)[:2])
-    whole = len(indptr) == num_nodes + 1 and indptr[0] == 0 and indptr[-1] == len(data) == len(indices)
+    num_nodes, num_features = [int(n) for n in (*columns["x_shape"].flat, 0, 0)][:2]
+    whole = (
+        len(indptr) == num_nodes + 1 and 0 < num_features < 2**20 and indptr[0] == 0 and indptr[-1] == len(data) == len(indices)
+    )
     if not whole or (np.diff(indptr) < 0).any() or (len(indices) and not 0 <= indices.min() <= indices.max() < num_features):
         raise InputError(f"{path}: x_data, x_indices, x_indptr are no {num_nodes} x {num_features} matrix. Get it again.")
     x = np.zeros((num_nodes, num_features), dtype=np.float32)
@@ -73,7 +75,7 @@ def read_arxiv(root: str | Path | None = None) -> Graph:
     folder = ARXIV.find(root)
 
     def column(name: str, kind: type, width: int = 1) -> Any:
-        path = next(path for path in (folder / f"{name}.csv", folder / f"{name}.csv.gz") if path.exists())
+        path = plain_or_gz(folder, f"{name}.csv[.gz]")
         try:
             rows = np.loadtxt(io.StringIO(read_text(path)), delimiter=",", dtype=kind, ndmin=2)
         except ValueError as error:
