@@ -34,7 +34,7 @@ from dpfed.algorithms import (
     MicroAdam,
     Scaffold,
 )
-from dpfed.data import Federation, by_user, dirichlet, from_clients, iid, shards
+from dpfed.data import Federation, Footprint, by_user, dirichlet, from_clients, iid, shards
 from dpfed.engines.simulation import Simulation
 from dpfed.errors import InputError
 from dpfed.flat import FlatModel, Layout
@@ -44,7 +44,7 @@ from dpfed.recipe import Recipe
 from dpfed.record import RunRecord
 from dpfed.report import figure, table_text
 from dpfed.rounds import run
-from dpfed.tasks import FashionMini, Task
+from dpfed.tasks import Citation, FashionMini, Task
 
 __all__ = [
     "FAFED",
@@ -53,6 +53,7 @@ __all__ = [
     "AdamBC",
     "AdamW",
     "AdamWBC",
+    "Citation",
     "Event",
     "FashionMini",
     "FedAdamW",
@@ -65,6 +66,7 @@ __all__ = [
     "FedSAM",
     "Federation",
     "FlatModel",
+    "Footprint",
     "Gaussian",
     "InputError",
     "Layout",
