@@ -223,7 +223,7 @@ class Ledger:
         neighbours, sampling = NEIGHBOURS[first.unit, first.sampling]
         if first.grouped:
             most, verb = round(first.sigma / first.multiplier), "add or remove" if first.sampling == "poisson" else "replace"
-            neighbours = f"{verb} one unit with all that depends on it; it moves the clipped sum by at most {most}C."
+            neighbours = f"{verb} one unit; it moves the clipped sum by at most {most}C."
         return "\n  ".join(
             [
                 f"epsilon = {worst['pld']}: {verdict}",
@@ -281,8 +281,8 @@ def _unit(event: Event) -> str:
     if not event.grouped:
         return "one record of one client. No record belongs to two clients."
     return (
-        f"what owns up to {event.owned} records of one client and is read by up to {event.readers} others, such as a node of a "
-        "graph\n    and its links. It comes or goes as a whole; a record that reads it stays and changes, by up to 2C."
+        f"an owner of at most {event.owned} of a client's records who is read by at most {event.readers} others, such as a node "
+        "of a graph\n    and its links. What it owns comes or goes with it; what reads it stays and changes, by up to 2C each."
     )
 
 

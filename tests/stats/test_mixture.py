@@ -210,8 +210,8 @@ def test_the_statement_says_what_the_unit_is() -> None:
     ledger = Ledger()
     ledger.post([Receipt(0, 0, Counter({unit(1, 4, 5.0): 3}))])
     text = ledger.statement(DELTA)
-    assert "owns up to 1 record" in text
-    assert "read by up to 4 others" in text
+    assert "owner of at most 1 of a client's records" in text
+    assert "read by at most 4 others" in text
     assert "at most 9C" in text
     assert "one record of one client" not in text
 

@@ -215,7 +215,7 @@ def test_a_run_charges_for_nodes_and_keeps_its_target(tmp_path: Path, num_client
     events = {event for receipt in record.ledger for event in receipt.events}
     assert {(event.owned, event.readers) for event in events} == {(1, 2)}
     assert 2.99 < record.ledger.epsilon(recipe.delta) <= 3.0
-    assert "read by up to 2 others" in record.statement()
+    assert "read by at most 2 others" in record.statement()
     assert "at most 5C" in record.statement()
     features = replace(task, degree=0)
     alone = dpfed.run(replace(recipe, task=features), tmp_path / "alone")
