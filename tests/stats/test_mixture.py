@@ -6,13 +6,17 @@ import itertools
 import math
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pytest
+import torch
 from dp_accounting.pld import privacy_loss_distribution
 from scipy.stats import binom, hypergeom, norm
 
+import dpfed
+from dpfed.data import Footprint
 from dpfed.errors import InputError
 from dpfed.ledger import Event, Ledger, Receipt, calibrate, epsilon
 from dpfed.mixture import Moves, changed_profile, mixture_divergences, mixture_loss, moves
@@ -229,3 +233,30 @@ def test_the_library_of_the_mixture_agrees_with_the_ordinary_gaussian() -> None:
     loss = mixture_loss(((3, 1.0),), 3.0, symmetric=False, width=1e-3, log_tail=TAIL)
     known = privacy_loss_distribution.from_gaussian_mechanism(1.0, value_discretization_interval=1e-3)
     assert loss.get_epsilon_for_delta(DELTA) == pytest.approx(known.get_epsilon_for_delta(DELTA), rel=1e-3)
+
+
+# In a federation
+
+
+def test_a_run_is_charged_for_the_footprint_of_its_federation(tmp_path: Path) -> None:
+    x, y = torch.randn(60, 4), torch.arange(60) % 3
+    federation = dpfed.iid((x, y), num_clients=2)
+    people = replace(federation, footprint=Footprint(owned=3))
+    assert people.to("cpu").footprint == Footprint(owned=3, readers=0)
+    mechanism = dpfed.Gaussian(sigma=2.0, batch_size=6)
+    records = {
+        name: dpfed.run(
+            dpfed.Recipe(dpfed.Task(torch.nn.Linear(4, 3), held), dpfed.FedAvg(), mechanism, 2, 2, 2), tmp_path / name
+        )
+        for name, held in (("one", federation), ("three", people))
+    }
+    for name, owned in (("one", 1), ("three", 3)):
+        assert records[name].ledger.events(0) == {Event("poisson", 6, 30, 2.0, owned=owned): 4}
+    assert records["three"].ledger.epsilon(DELTA) > 2 * records["one"].ledger.epsilon(DELTA)
+
+
+@pytest.mark.parametrize("wrong", [Footprint(0, 0), Footprint(-1, 3), Footprint(1, -1)])
+def test_a_footprint_of_nothing_is_refused(wrong: Footprint) -> None:
+    federation = dpfed.iid((torch.zeros(4, 1), torch.zeros(4)), num_clients=2)
+    with pytest.raises(InputError, match="footprint"):
+        replace(federation, footprint=wrong)
