@@ -281,8 +281,8 @@ def _unit(event: Event) -> str:
     if not event.grouped:
         return "one record of one client. No record belongs to two clients."
     return (
-        f"an owner of at most {event.owned} of a client's records who is read by at most {event.readers} others, such as a node "
-        "of a graph\n    and its links. What it owns comes or goes with it; what reads it stays and changes, by up to 2C each."
+        f"an owner of at most {event.owned} of a client's records who is read by at most {event.readers} others, such as a "
+        "node\n    of a graph and its links. What it owns comes or goes with it; what reads it stays and changes, by up to 2C."
     )
 
 
