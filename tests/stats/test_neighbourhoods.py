@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +17,10 @@ from dpfed.data import Footprint
 from dpfed.flat import FlatModel, Records
 from dpfed.privacy import clipped_sum
 from dpfed.tasks.citation import Citation, GraphConvolution
-from dpfed.tasks.graphs import Graph
+from dpfed.tasks.graphs import Graph, read_graph
 from dpfed.tasks.neighbourhoods import Pairs, bound_readers, draw_lists, footprint, linked, rooted
+
+SHARED = Path(os.environ.get("DPFED_SHARED", Path(__file__).parents[3] / "shared")) / "data"
 
 
 def hub(n: int) -> list[tuple[int, int]]:
@@ -104,6 +108,25 @@ def test_bounds_with_all_links_at_stake_would_not_hold() -> None:
         after = neighbours(bound_readers(lists_of(rest, 2), 2, 0), 30)
         changed = max(changed, sum(before[root] != after[root] for root in range(30) if root != node))
     assert changed > footprint(2).readers
+
+
+@pytest.mark.skipif(not (SHARED / "planetoid" / "pubmed.npz").is_file(), reason="the real graph is not here")
+def test_on_pubmed_hubs_stay_within_the_footprint_in_the_lists_but_not_in_the_links() -> None:
+    """The numbers of docs/graphs.md, of the 20 training papers with most links."""
+    graph = read_graph("pubmed", SHARED)
+    links = linked(graph.edges)
+    links = links[~np.isin(links, torch.cat([graph.val, graph.test]).numpy()).any(1)]
+    n, lists = len(graph.x), draw_lists(links, 2, 0)
+    before, in_lists, in_links = neighbours(bound_readers(lists, 2, 0), n), 0, 0
+    for node in np.argsort(-np.bincount(links[:, 0]), kind="stable")[:20]:
+        changed = [
+            sum(a != b for root, (a, b) in enumerate(zip(before, after, strict=True)) if root != node)
+            for rest in (struck(lists, node), draw_lists(struck(links, node), 2, 0))
+            for after in [neighbours(bound_readers(rest, 2, 0), n)]
+        ]
+        in_lists, in_links = max(in_lists, changed[0]), max(in_links, changed[1])
+    assert in_lists == footprint(2).readers == 4
+    assert in_links == 34
 
 
 def records_of(x: Tensor, y: Tensor, lists: Pairs, roots: list[int], degree: int) -> Records:
