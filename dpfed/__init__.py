@@ -34,12 +34,13 @@ from dpfed.algorithms import (
     MicroAdam,
     Scaffold,
 )
+from dpfed.augment import pad_crop_flip
 from dpfed.data import Federation, Footprint, by_user, dirichlet, from_clients, iid, shards
 from dpfed.engines.simulation import Simulation
 from dpfed.errors import InputError
 from dpfed.flat import FlatModel, Layout
 from dpfed.ledger import Event, Ledger, Receipt, calibrate, epsilon
-from dpfed.privacy import Gaussian, Plain
+from dpfed.mechanism import AsReleased, Gaussian, Plain
 from dpfed.recipe import Recipe
 from dpfed.record import RunRecord
 from dpfed.report import figure, table_text
@@ -53,6 +54,7 @@ __all__ = [
     "AdamBC",
     "AdamW",
     "AdamWBC",
+    "AsReleased",
     "Citation",
     "Event",
     "FashionMini",
@@ -88,6 +90,7 @@ __all__ = [
     "figure",
     "from_clients",
     "iid",
+    "pad_crop_flip",
     "run",
     "shards",
     "table_text",

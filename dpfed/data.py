@@ -7,7 +7,7 @@ agree, a client's batches do not depend on who else trains, and resuming equals 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
@@ -121,10 +121,17 @@ class Federation:
             object.__setattr__(copy, name, value)
         return copy
 
-    def cohort(self, seed: int, t: int, size: int) -> list[int]:
-        """The clients of round ``t``: uniform without replacement, sorted."""
-        order = torch.randperm(len(self.clients), generator=generator(seed, "cohort", t))
-        return sorted(order[:size].tolist())
+    def cohort(self, seed: int, t: int, size: int, sampling: Sampling = "fixed", *, without: Collection[int] = ()) -> list[int]:
+        """The clients of round ``t``, sorted, out of those that are not ``without``.
+
+        ``fixed``: uniform without replacement; ``poisson``: each by its own coin of rate size / clients, so perhaps nobody.
+        """
+        coins, num_clients = generator(seed, "cohort", t), len(self.clients)
+        if sampling == "poisson":
+            chosen = torch.rand(num_clients, generator=coins, dtype=torch.float64) < size / num_clients
+            return [i for i in chosen.nonzero().squeeze(1).tolist() if i not in without]
+        order: list[int] = torch.randperm(num_clients, generator=coins).tolist()
+        return sorted([i for i in order if i not in without][:size])
 
 
 def from_clients(clients: Sequence[Source], test: Source | None = None, *, equal_records: bool = False) -> Federation:

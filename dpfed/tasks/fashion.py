@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from dpfed.augment import pad_crop_flip
 from dpfed.data import Federation, dirichlet, generator
 from dpfed.flat import FlatModel, Records
 
@@ -23,12 +24,14 @@ class FashionMini:
         alpha: how unlike their label proportions are: 0.1 very, 100 hardly.
         model: a softmax regression, or one hidden layer.
         hidden: width of the hidden layer.
+        pad: train on pictures that are moved by up to so many pixels and mirrored, afresh each time; 0 is as they are.
     """
 
     num_clients: int = 20
     alpha: float = 0.3
     model: Literal["linear", "mlp"] = "linear"
     hidden: int = 64
+    pad: int = 0
 
     def build(self, seed: int) -> tuple[FlatModel, Federation]:
         with files("dpfed.tasks").joinpath("fashion_mini.npz").open("rb") as file:
@@ -41,7 +44,7 @@ class FashionMini:
         else:
             module = nn.Sequential(nn.Linear(pixels, self.hidden), nn.Tanh(), nn.Linear(self.hidden, 10))
         start(module, seed)
-        return FlatModel(module), federation
+        return FlatModel(module, augment=pad_crop_flip(self.pad, shape=(1, 14, 14)) if self.pad else None), federation
 
 
 def start(module: nn.Module, seed: int) -> None:
