@@ -35,7 +35,7 @@ from dpfed.algorithms import (
     Scaffold,
 )
 from dpfed.augment import pad_crop_flip
-from dpfed.data import Federation, by_user, dirichlet, from_clients, iid, shards
+from dpfed.data import Federation, Footprint, by_user, dirichlet, from_clients, iid, shards
 from dpfed.engines.simulation import Simulation
 from dpfed.errors import InputError
 from dpfed.flat import FlatModel, Layout
@@ -45,7 +45,7 @@ from dpfed.recipe import Recipe
 from dpfed.record import RunRecord
 from dpfed.report import figure, table_text
 from dpfed.rounds import run
-from dpfed.tasks import FashionMini, Task
+from dpfed.tasks import Citation, FashionMini, Task
 
 __all__ = [
     "FAFED",
@@ -55,6 +55,7 @@ __all__ = [
     "AdamW",
     "AdamWBC",
     "AsReleased",
+    "Citation",
     "Event",
     "FashionMini",
     "FedAdamW",
@@ -67,6 +68,7 @@ __all__ = [
     "FedSAM",
     "Federation",
     "FlatModel",
+    "Footprint",
     "Gaussian",
     "InputError",
     "Layout",

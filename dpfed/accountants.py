@@ -6,6 +6,7 @@ one counts. With a fixed batch size one record is replaced: the sum moves by up 
 without the record turns into one with it when a member is exchanged, and again the sum moves by up to 2C. By advanced joint
 convexity (Balle, Barthe, Gaboardi 2018, arXiv 1807.01647; Zhu, Dong, Wang 2022, arXiv 2106.08567) the profile is then bounded
 by (P, Q) where epsilon >= 0 and by (Q, P) where epsilon < 0, at sigma / 2. At q = 1 both are the Gaussian mechanism itself.
+Where several records depend on the protected unit, `dpfed.mixture` says what a step costs.
 
 Rounds by a coin. Let a client join each of T rounds by an independent coin of rate p, and let the K steps of one round be
 dominated by (P_K, Q_K). They share the coin, so its rate must not be multiplied with q. Nor does the coin hide the client:
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from dpfed import mixture
 from dpfed.errors import InputError
 
 if TYPE_CHECKING:
@@ -43,7 +45,8 @@ class Event:
     ``sigma`` is the noise over the clipping norm C; 0 means no noise, and epsilon is infinite. ``aggregation="secure"``: it is
     the noise of a sum over a cohort, and only the sum is seen. ``unit="client"``: what is clipped is a client's whole upload;
     read clients for examples, and the expected cohort for the batch size. ``unit="batch"``: what is clipped is the
-    gradient of a whole batch, which protects nobody.
+    gradient of a whole batch, which protects nobody. Otherwise the unit owns up to ``owned`` records of a client, and up to
+    ``readers`` others read it.
     """
 
     sampling: Literal["poisson", "fixed"]
@@ -52,6 +55,8 @@ class Event:
     sigma: float
     aggregation: Literal["open", "secure"] = "open"
     unit: Literal["example", "client", "batch"] = "example"
+    owned: int = 1
+    readers: int = 0
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -63,6 +68,12 @@ class Event:
             raise InputError(f"event.sigma: must be 0 with unit='batch', which protects nobody, got {self.sigma}.")
         check_whole("event.batch_size", self.batch_size, at_least=1)
         check_whole("event.num_examples", self.num_examples, at_least=1)
+        check_whole("event.owned", self.owned, at_least=0)
+        check_whole("event.readers", self.readers, at_least=0 if self.owned else 1)
+        if self.unit == "client" and self.grouped:
+            raise InputError(
+                f"event.owned, event.readers: a client is the whole unit, so 1 and 0; got {self.owned}, {self.readers}."
+            )
         if not 0 <= self.sigma < math.inf:
             raise InputError(f"event.sigma: must be a finite number, 0 or above, got {self.sigma}.")
 
@@ -73,8 +84,23 @@ class Event:
 
     @property
     def multiplier(self) -> float:
-        """The noise over what one unit can move: C when it comes or goes, 2C when it is replaced."""
-        return self.sigma if self.sampling == "poisson" else self.sigma / 2
+        """The noise over what one unit can move: C for what comes or goes, 2C for what is replaced or changes."""
+        return self.sigma / ((1 if self.sampling == "poisson" else 2) * self.owned + 2 * self.readers)
+
+    @property
+    def grouped(self) -> bool:
+        """Whether several records depend on the unit."""
+        return (self.owned, self.readers) != (1, 0)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether a batch may hold some of them and not all."""
+        return self.grouped and self.rate < 1
+
+    @property
+    def moves(self) -> mixture.Moves:
+        """By how many C a batch moves with the unit, and how probably."""
+        return mixture.moves(self.sampling, self.batch_size, self.num_examples, self.owned, self.readers)
 
     def dp_event(self) -> DpEvent:
         """The same in the words of `dp_accounting`; the multiplier has the factor 2 of replace-one already."""
@@ -157,7 +183,7 @@ def _pld_epsilon(plan: Plan, delta: float, rounds: int, rate: float) -> float:
     width = 2.0 ** math.floor(math.log2(max(math.sqrt(variance(plan) / num_steps) / 16, reach / 2**14, 2**-20)))
     total: Any = None
     for event, count in sorted(plan):
-        step = _step_loss(event.sampling, event.rate, event.multiplier, width, log_tail)
+        step = _step_loss(event, width, log_tail)
         total = total.compose(step.self_compose(count)) if total else step.self_compose(count)
     if rate < 1:
         nothing = import_module("dp_accounting.pld").privacy_loss_distribution.identity(width)
@@ -167,11 +193,14 @@ def _pld_epsilon(plan: Plan, delta: float, rounds: int, rate: float) -> float:
 
 
 @lru_cache(maxsize=256)
-def _step_loss(sampling: str, rate: float, sigma: float, width: float, log_tail: float) -> Any:
+def _step_loss(event: Event, width: float, log_tail: float) -> Any:
     """The privacy loss distribution of one step."""
-    pld = import_module("dp_accounting.pld")
+    if event.mixed:
+        symmetric = event.sampling == "fixed" or event.readers > 0
+        return mixture.mixture_loss(event.moves, event.sigma, symmetric=symmetric, width=width, log_tail=log_tail)
+    pld, rate, sigma = import_module("dp_accounting.pld"), event.rate, event.multiplier
     setting: dict[str, Any] = {"sampling_prob": rate, "log_mass_truncation_bound": log_tail}
-    if sampling == "poisson":
+    if event.sampling == "poisson":
         return pld.privacy_loss_distribution.from_gaussian_mechanism(sigma, value_discretization_interval=width, **setting)
     direction, mechanism = pld.privacy_loss_mechanism.AdjacencyType, pld.privacy_loss_mechanism.GaussianPrivacyLoss
     remove, add = (mechanism(sigma, adjacency_type=which, **setting) for which in (direction.REMOVE, direction.ADD))
@@ -185,16 +214,21 @@ def _step_loss(sampling: str, rate: float, sigma: float, width: float, log_tail:
 def variance(plan: Plan) -> float:
     """About the variance of the privacy loss: of each step the smaller of two estimates, for much and for little noise."""
 
-    def step(rate: float, inverse: float) -> float:
+    def step(event: Event) -> float:
+        if event.mixed:
+            return mixture.mixture_variance(event.moves, event.sigma)
+        rate, inverse = event.rate, event.multiplier**-2
         return min(rate**2 * math.expm1(inverse), rate * (inverse + (1 - rate) * inverse**2 / 4))
 
     if any(event.multiplier < FAINT for event, _ in plan):
         return math.inf
-    return math.fsum(count * step(event.rate, event.multiplier**-2) for event, count in plan)
+    return math.fsum(count * step(event) for event, count in plan)
 
 
 def _reach(event: Event, log_tail: float) -> float:
     """About the largest finite loss of one step."""
+    if event.mixed:
+        return mixture.mixture_reach(event.moves, event.sigma, log_tail)
     quantile = 0.5 / event.multiplier + math.sqrt(-2 * log_tail)
     return math.log1p(event.rate * math.expm1(quantile / event.multiplier))
 
@@ -212,6 +246,8 @@ def _rdp_epsilon(plan: Plan, delta: float, rounds: int, rate: float) -> float:
 @lru_cache(maxsize=2**14)
 def _step_divergences(event: Event) -> Any:
     accounting = import_module("dp_accounting")
+    if event.mixed:
+        return mixture.mixture_divergences(event.moves, event.sigma, accounting.rdp.rdp_privacy_accountant.DEFAULT_RDP_ORDERS)
     relations = accounting.NeighboringRelation
     relation = relations.ADD_OR_REMOVE_ONE if event.sampling == "poisson" else relations.REPLACE_ONE
     log = logging.getLogger("absl")
@@ -237,8 +273,9 @@ def undominated(plans: Iterable[Plan]) -> list[Plan]:
     distinct = set(plans)
     check_one_relation(distinct)
     worst: list[tuple[float, int, float]] = []
-    kept = [plan for plan in distinct if len(plan) != 1]
-    single = [(-event.rate, -count, event.sigma, plan) for plan in distinct if len(plan) == 1 for event, count in plan]
+    kept = [plan for plan in distinct if len(plan) != 1 or any(e.mixed and e.sampling == "fixed" for e, _ in plan)]
+    rest = distinct.difference(kept)
+    single = [(-event.rate, -count, event.sigma, plan) for plan in rest for event, count in plan]
     for rate, count, sigma, plan in sorted(single, key=lambda entry: entry[:3]):
         if not any(other[0] <= rate and other[1] <= count and other[2] <= sigma for other in worst):
             worst.append((rate, count, sigma))
@@ -250,6 +287,10 @@ def check_one_relation(plans: Iterable[Plan]) -> None:
     events = {event for plan in plans for event, _ in plan}
     if len({event.unit for event in events}) > 1:
         raise InputError("events: the units 'example' and 'client' are mixed, and no epsilon covers both. Use two ledgers.")
+    if len({(event.owned, event.readers) for event in events}) > 1:
+        raise InputError(
+            "events: units of several sizes are mixed (owned, readers), and no epsilon covers all. Use two ledgers."
+        )
     if len({event.sampling for event in events}) > 1:
         raise InputError(
             "events: 'poisson' and 'fixed' sampling are mixed. They have different neighbours (a record more or less; a "

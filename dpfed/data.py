@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -53,9 +53,21 @@ def batch(
     return chosen.nonzero().squeeze(1)
 
 
+class Footprint(NamedTuple):
+    """How many records of its client a protected unit may touch: it owns some, and others read it (and change without it)."""
+
+    owned: int = 1
+    readers: int = 0
+
+
+RECORD = Footprint()
+
+
 @dataclass(frozen=True, eq=False)
 class Federation:
     """The records of all clients as one pool of columns, and for every client the rows that are its own.
+
+    ``footprint``: of what the guarantee protects, by default a record; ``Footprint(owned=5)`` is people with up to 5 records.
 
     >>> x, y = torch.zeros(6, 2), torch.tensor([0, 0, 1, 1, 2, 2])
     >>> iid((x, y), num_clients=3)
@@ -65,8 +77,11 @@ class Federation:
     records: Records
     clients: tuple[Tensor, ...]
     test: Records | None = None
+    footprint: Footprint = RECORD
 
     def __post_init__(self) -> None:
+        if self.footprint.owned < 0 or self.footprint.readers < 0 or sum(self.footprint) < 1:
+            raise InputError(f"footprint: needs counts, 0 or above, and one of them above 0; got {self.footprint}.")
         num_records = _check_columns("records", self.records)
         if self.test is not None:
             _check_columns("test", self.test)
@@ -102,7 +117,7 @@ class Federation:
         """The same federation with its records on a device; who owns what stays on the CPU."""
         moved = {name: column.to(device) for name, column in self.records.items()}
         copy = object.__new__(Federation)  # nothing changed that would have to be checked again
-        for name, value in (("records", moved), ("clients", self.clients), ("test", self.test)):
+        for name, value in {**vars(self), "records": moved}.items():
             object.__setattr__(copy, name, value)
         return copy
 

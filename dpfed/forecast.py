@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dpfed.algorithm import Algorithm, Round, Tree, client_round, leaves
-from dpfed.data import Federation, generator
+from dpfed.data import RECORD, Federation, Footprint, generator
 from dpfed.diagnostics import Observed
 from dpfed.engines.simulation import Job, protections
 from dpfed.errors import InputError
@@ -136,11 +136,13 @@ def cohorts(recipe: Recipe, job: Job) -> list[list[int]]:
     return drawn
 
 
-def planned_events(mechanism: Mechanism, num_examples: int, dry: Dry, factor: float = 1.0) -> Counter[Event]:
+def planned_events(
+    mechanism: Mechanism, num_examples: int, dry: Dry, factor: float = 1.0, footprint: Footprint = RECORD
+) -> Counter[Event]:
     """What one round costs a client whose ``protection`` is ``factor``."""
     total: Counter[Event] = Counter()
     for queries in dry.queries:
-        total.update(events(mechanism, num_examples, queries, factor))
+        total.update(events(mechanism, num_examples, queries, factor, footprint))
     return total
 
 
@@ -150,8 +152,8 @@ def planned_receipts(recipe: Recipe, job: Job, t: int, cohort: list[int], dry: D
         num_clients, sigma = len(job.federation.clients), calibrated_sigma(job.mechanism)
         event = Event(recipe.cohort_sampling, recipe.cohort, num_clients, sigma, unit="client")
         return [Receipt(EVERYBODY, t, Counter([event]))]
-    factors, sizes = protections(job, cohort), job.federation.sizes
-    return [Receipt(i, t, planned_events(job.mechanism, sizes[i], dry, factors[i])) for i in cohort]
+    factors, sizes, footprint = protections(job, cohort), job.federation.sizes, job.federation.footprint
+    return [Receipt(i, t, planned_events(job.mechanism, sizes[i], dry, factors[i], footprint)) for i in cohort]
 
 
 def coins(recipe: Recipe, job: Job, t: int) -> dict[int, float]:

@@ -220,7 +220,7 @@ class Ledger:
         plans, first = sorted(self._plans.values(), key=variance), min(events)
         num_bare = sum(any(event.multiplier < FAINT for event, _ in plan) for plan in plans)
         who = "The server" if first.unit == "client" else f"{num_bare} of {len(plans)} clients"
-        what = "one client" if first.unit == "client" else "one record"
+        what = "one client" if first.unit == "client" else "one unit" if first.grouped else "one record"
         where = "" if first.unit == "client" else f", at the worst of {len(plans)} clients"
         verdict = f"the price of {what}, at delta = {delta:g}{where}."
         if num_bare:
@@ -228,6 +228,9 @@ class Ledger:
         if first.unit == "batch":
             verdict = "not private. Batches were clipped instead of records, as in the released code of DP-FedAdamW."
         neighbours, sampling = NEIGHBOURS[first.unit, first.sampling]
+        if first.grouped:
+            most, verb = round(first.sigma / first.multiplier), "add or remove" if first.sampling == "poisson" else "replace"
+            neighbours = f"{verb} one unit; it moves the clipped sum by at most {most}C."
         return "\n  ".join(
             [
                 f"epsilon = {worst['pld']}: {verdict}",
@@ -255,7 +258,7 @@ class Ledger:
             *_histogram([plan_epsilon(plan, delta) for plan in shown], len(plans)),
             f"Clients: {len(plans)} took part. Each pays for the rounds in which it really did, the run for its worst client.",
             f"Clients smaller than the batch (no more records than it has: rate 1, no amplification): {num_small}.",
-            "Unit: one record of one client. No record belongs to two clients.",
+            "Unit: " + _unit(next(event for plan in plans for event, _ in plan)),
             "Treated as public: the clients' sizes, the batch sizes, the participation.",
         ]
 
@@ -279,6 +282,15 @@ class Ledger:
             f"may well show who took part. Without an average: {num_other}\n    clients, whose rounds differ in price or "
             "were joined otherwise."
         )
+
+
+def _unit(event: Event) -> str:
+    if not event.grouped:
+        return "one record of one client. No record belongs to two clients."
+    return (
+        f"an owner of at most {event.owned} of a client's records who is read by at most {event.readers} others, such as a "
+        "node\n    of a graph and its links. What it owns comes or goes with it; what reads it stays and changes, by up to 2C."
+    )
 
 
 def _histogram(prices: list[float], num_clients: int) -> list[str]:

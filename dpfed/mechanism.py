@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from dpfed.data import Sampling
+from dpfed.data import RECORD, Footprint, Sampling
 from dpfed.errors import InputError
 from dpfed.ledger import Event
 
@@ -234,10 +234,13 @@ def protection(mechanism: Mechanism, cohort: Sequence[tuple[float, int]]) -> lis
     return found
 
 
-def events(mechanism: Mechanism, num_examples: int, queries: Mapping[int, int], factor: float = 1.0) -> Counter[Event]:
+def events(
+    mechanism: Mechanism, num_examples: int, queries: Mapping[int, int], factor: float = 1.0, footprint: Footprint = RECORD
+) -> Counter[Event]:
     """What one local step costs a client: one event a batch, at sigma / sqrt(number of gradients taken on that batch).
 
-    ``factor`` is the client's ``protection``. Where clients are the unit, a step costs nothing: the round does.
+    ``factor`` is the client's ``protection``, ``footprint`` the federation's. Where clients are the unit, a step costs nothing:
+    the round does.
     """
     if mechanism.unit == "client":
         return Counter()
@@ -245,7 +248,8 @@ def events(mechanism: Mechanism, num_examples: int, queries: Mapping[int, int], 
     seen = "open" if mechanism.noise == "local" else "secure"
     if mechanism.unit == "batch":
         sigma = 0.0
-    return Counter(Event(sampling, size, num_examples, sigma / math.sqrt(n), seen, mechanism.unit) for n in queries.values())
+    sigmas = (sigma / math.sqrt(count) for count in queries.values())
+    return Counter(Event(sampling, size, num_examples, own, seen, mechanism.unit, *footprint) for own in sigmas)
 
 
 def calibrated_sigma(mechanism: Mechanism) -> float:

@@ -20,6 +20,7 @@ ORDER = (
     "flat",
     "augment",
     "data",
+    "mixture",
     "accountants",
     "planning",
     "ledger",

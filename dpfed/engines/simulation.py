@@ -171,7 +171,7 @@ def train_clients(
     receipts, factors = [Receipt(i, t.index, Counter[Event]()) for i in clients], protections(job, cohort)
     for receipt, n in zip(receipts, num_examples, strict=True):
         for step in gradients:
-            receipt.events.update(events(job.mechanism, n, step.queries, factors[receipt.client]))
+            receipt.events.update(events(job.mechanism, n, step.queries, factors[receipt.client], job.federation.footprint))
     kept = {} if new_memory is None else dict(zip(clients, rows(new_memory, len(clients)), strict=True))
     return rows(uploads, len(clients)), kept, receipts
 
