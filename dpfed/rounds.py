@@ -151,7 +151,7 @@ def begin(
         raise InputError(
             f"cohort: {recipe.cohort} clients a round were asked for, the federation has {len(federation.clients)}. Lower it."
         )
-    model.check(federation.records)
+    model.check(federation.records, federation.test, federation.test_clients)
     dry = dry_round(recipe.algorithm, recipe.local_steps)
     refuse_unsound(recipe, dry)
     job = Job(model, federation, recipe.algorithm, recipe.mechanism, recipe.seed, recipe.weighting)
@@ -201,6 +201,7 @@ def _training(recipe: Recipe, record: RunRecord, engine: Engine, job: Job) -> It
     record.rewind(first)
     spent = Ledger()  # the record's may know already of rounds that are done again
     spent.post(receipt for receipt in record.ledger if receipt.t < first)
+    test = None if job.federation.test is None else {name: c.to(device) for name, c in job.federation.test.items()}
     since, cost = time.monotonic(), 0.0
     for t in range(first, recipe.rounds):
         began = time.monotonic()
@@ -227,8 +228,8 @@ def _training(recipe: Recipe, record: RunRecord, engine: Engine, job: Job) -> It
             noise_var = noise_variance(job, cohort)
             row["diagnostics"] = columns(algorithm, s, upload, now, noise_var)
         if (t + 1) % recipe.evaluate_every == 0 or t == recipe.rounds - 1:
-            if job.federation.test is not None:
-                row |= job.model.evaluate(s.theta, job.federation.test)
+            if test is not None:
+                row |= job.model.evaluate(s.theta, test, job.federation.test_clients)
             row["epsilon"] = spent.epsilon(recipe.delta)
         row["seconds"] = round(time.monotonic() - began, 4)
         record.append(row)

@@ -16,7 +16,10 @@ ROOT = Path(__file__).parents[1]
 ORDER = (
     "errors",
     "fast",
+    "metrics",
     "flat",
+    "columns",
+    "dealing",
     "data",
     "accountants",
     "planning",
@@ -32,6 +35,7 @@ ORDER = (
     "tasks/",
     "report",
     "diagnostics",
+    "holdings",
     "record",
     "tables",
     "recipe",

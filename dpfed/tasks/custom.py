@@ -14,12 +14,14 @@ from dpfed.flat import Criterion, FlatModel, cross_entropy
 class Task:
     """A torch module and a federation. ``criterion(output, target)`` is the loss of a batch.
 
-    The module is moved to the engine's device, and its parameters are only read. Accuracy is reported for cross entropy.
+    The module is moved to the engine's device, and its parameters are only read. The metrics (see `dpfed.metrics`) are reported
+    for cross entropy.
     """
 
     model: nn.Module
     federation: Federation
     criterion: Criterion = cross_entropy
+    metrics: tuple[str, ...] = ("accuracy",)
 
     def build(self, seed: int) -> tuple[FlatModel, Federation]:
-        return FlatModel(self.model, self.criterion), self.federation
+        return FlatModel(self.model, self.criterion, metrics=self.metrics), self.federation
