@@ -34,10 +34,11 @@ from dpfed.algorithms import (
     MicroAdam,
     Scaffold,
 )
-from dpfed.data import Federation, by_user, dirichlet, from_clients, iid, shards
+from dpfed.data import Federation, by_user, dirichlet, from_clients, iid, quantity_skew, shards
 from dpfed.engines.simulation import Simulation
 from dpfed.errors import InputError
 from dpfed.flat import FlatModel, Layout
+from dpfed.holdings import federation_figure
 from dpfed.ledger import Event, Ledger, Receipt, calibrate, epsilon
 from dpfed.privacy import Gaussian, Plain
 from dpfed.recipe import Recipe
@@ -83,9 +84,11 @@ __all__ = [
     "calibrate",
     "dirichlet",
     "epsilon",
+    "federation_figure",
     "figure",
     "from_clients",
     "iid",
+    "quantity_skew",
     "run",
     "shards",
     "table_text",

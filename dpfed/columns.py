@@ -90,11 +90,11 @@ def _from_pairs(field: str, source: Any) -> dict[str, Any]:
 
 
 def _from_hugging_face(field: str, source: Any) -> dict[str, Any]:
-    """The columns of numbers and pictures of a ``datasets.Dataset``: ``label`` becomes y, ``image`` x, others keep their names."""
+    """The columns of a ``datasets.Dataset``: ``label`` becomes y, ``image`` becomes x, others keep their names."""
     if not len(source):
         raise InputError(f"{field}: the data set is empty. Leave it out, or give it records.")
-    names = {name: HUGGING_FACE.get(name, name) for name in source.column_names}
+    names = {name: HUGGING_FACE.get(name, name) for name in cast(list[str], source.column_names)}
     if len(set(names.values())) != len(names):
         raise InputError(f"{field}: two of its columns {sorted(names)} mean the same. Remove one (Dataset.remove_columns).")
-    columns = source.with_format("torch")[:]
-    return {names[str(name)]: column for name, column in columns.items()}
+    columns = cast(dict[str, Any], source.with_format("torch")[:])
+    return {names[name]: column for name, column in columns.items()}

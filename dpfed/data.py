@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -139,7 +140,7 @@ class Federation:
         clients = [rows.numpy() for rows in self.clients]
         labels, test_labels = self.records["y"].cpu().numpy(), self.test["y"].cpu().numpy()
         shares = dealing.matching_labels(labels, clients, test_labels, _random(seed, "test"))
-        return Federation(self.records, self.clients, self.test, tuple(map(torch.from_numpy, shares)))
+        return replace(self, test_clients=tuple(map(torch.from_numpy, shares)))
 
     def label_counts(self) -> Tensor:
         """``[clients, labels]``: who holds how many records of which label (of all labels that occur, in their order)."""
@@ -157,14 +158,9 @@ class Federation:
     def table(self, at_most: int = 20) -> str:
         """Who holds what, as text: a line for each of the first clients, and one for all."""
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-        for heading, justify in (
-            ("client", "right"),
-            ("records", "right"),
-            ("test", "right"),
-            ("labels", "right"),
-            ("most", "left"),
-        ):
-            table.add_column(heading, justify=justify)
+        for heading in ("client", "records", "test", "labels"):
+            table.add_column(heading, justify="right")
+        table.add_column("most")
         y, labels = self.records["y"].cpu(), self._labels()
         counts = self.label_counts() if labels is not None else torch.zeros(len(self.clients), 0, dtype=torch.long)
         names = y.unique().tolist() if labels is not None else []
@@ -180,7 +176,7 @@ class Federation:
         lines = [line.rstrip() for line in cast(io.StringIO, page.file).getvalue().splitlines() if line.strip()]
         sizes = sorted(self.sizes)
         lines.append(
-            f"{len(sizes)} clients, {sum(sizes):,} records: {sizes[0]:,} to {sizes[-1]:,} each, median {sizes[len(sizes) // 2]:,}"
+            f"{len(sizes)} clients, {sum(sizes):,} records: {sizes[0]:,} to {sizes[-1]:,} each, median {median(sizes):,.0f}"
             + (f"; {len(names)} labels" if names else "")
             + (f"; {len(self.test['y']):,} test records" if self.test is not None else "")
         )

@@ -284,8 +284,8 @@ def _check_labels(field: str, labels: Tensor, num_classes: int) -> None:
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= num_classes:
         raise InputError(
-            f"{field}: labels go from {low} to {high}, but the model has {num_classes} outputs (labels 0 to {num_classes - 1}). "
-            "Relabel the records, or give the model more outputs."
+            f"{field}: labels go from {low} to {high}, but the model has {num_classes} outputs (labels 0 to "
+            f"{num_classes - 1}). Relabel the records, or give the model more outputs."
         )
 
 

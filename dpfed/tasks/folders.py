@@ -37,6 +37,9 @@ class DataSet(NamedTuple):
             + f". Get it from {self.source}, unpack it there, or set DPFED_DATA to the folder that holds it."
         )
 
+    def is_there(self, root: str | Path | None = None) -> bool:
+        return any(not self._missing(data_root(root) / folder) for folder in self.folders)
+
     def _missing(self, folder: Path) -> list[str]:
         return [file for file in self.files if not plain_or_gz(folder, file).exists()]
 
@@ -54,10 +57,13 @@ def plain_or_gz(folder: Path, file: str) -> Path:
 def read_bytes(path: Path, at_most: int) -> bytes:
     """A file's content, unzipped where it ends in .gz. What is larger than such a file can be is not read."""
     if not path.is_file():
-        raise InputError(f"{path}: {'is a folder, not' if path.is_dir() else 'there is no such'} file. Put the file there.")
+        raise InputError(f"{path}: {'is no file' if path.exists() else 'there is no such file'}. Put the file there.")
     try:
         with path.open("rb") as file:
-            data = _some(file, at_most) if path.suffix != ".gz" else _some(gzip.GzipFile(fileobj=file), at_most)
+            if path.suffix == ".gz":
+                data = _some(gzip.GzipFile(fileobj=file), at_most)
+            else:
+                data = _some(file, at_most) if path.stat().st_size <= at_most else bytes(at_most + 1)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"{path}: is damaged ({error}). Get the file again.") from error
     except OSError as error:

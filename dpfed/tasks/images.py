@@ -44,7 +44,7 @@ TINY_IMAGENET = DataSet(
     ("wnids.txt", "train", "val/images", "val/val_annotations.txt"),
     "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
 )
-MOST_BYTES = 2**28  # of a file that holds CIFAR or Fashion-MNIST
+MOST_BYTES, MOST_IDX_BYTES = 2**28, 2**26  # of a file of CIFAR, of Fashion-MNIST
 
 MEAN_STD: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
@@ -135,7 +135,7 @@ def read_fashion_mnist(root: str | Path | None = None) -> tuple[Records, Records
 
 def _idx(path: Path, shape: tuple[int, ...]) -> Tensor:
     """An idx file of bytes: two zeros, 8 for uint8, the number of dimensions, each as a big-endian int32, then the content."""
-    data, num_dimensions = read_bytes(path, MOST_BYTES), 1 + len(shape)
+    data, num_dimensions = read_bytes(path, MOST_IDX_BYTES), 1 + len(shape)
     header = 4 + 4 * num_dimensions
     if data[:4] != bytes((0, 0, 8, num_dimensions)) or len(data) < header:
         raise InputError(
@@ -160,7 +160,12 @@ def read_tiny_imagenet(root: str | Path | None = None, *, store: str | Path | No
     if not classes or len(set(classes)) != len(classes):
         raise InputError(f"{names}: must name every class once, one a line. Get the file again.")
     number = {name: c for c, name in enumerate(classes)}
-    train = [(path, number[name]) for name in classes for path in files_of(folder / "train" / name / "images", SUFFIXES)]
+    train: list[Picture] = []
+    for name in classes:
+        found = files_of(folder / "train" / name / "images", SUFFIXES)
+        if not found:
+            raise InputError(f"{folder / 'train' / name / 'images'}: holds no pictures. Get the data set again.")
+        train += [(path, number[name]) for path in found]
     test: list[Picture] = []
     notes = folder / "val" / "val_annotations.txt"
     for n, line in enumerate(read_text(notes).splitlines(), 1):

@@ -21,7 +21,7 @@ NAMES = RECONSTRUCT | {"numpy ndarray", "numpy dtype", "_codecs encode"}
 PLAIN = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 VALUES = {"BININT", "BININT1", "BININT2", "SHORT_BINSTRING", "BINSTRING", "BINUNICODE"}
-MOST_INSTRUCTIONS = 2_000_000  # CIFAR-100 has some 300,000
+MOST_INSTRUCTIONS = 1_000_000  # CIFAR-100 has some 200,000
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,10 @@ def read_image_folder(
         store: a folder for the decoded pixels. They are then memory-mapped, for more pictures than fit into memory, and not
             decoded again as long as names, sizes and times of the files are the same.
     """
+    if size is not None and not 1 <= size <= 4096:
+        raise InputError(f"size: must lie between 1 and 4096 pixels, got {size}. Take what the model takes.")
+    if channels not in (1, 3):
+        raise InputError(f"channels: must be 3 (colours) or 1 (grey), got {channels}. Take what the model takes.")
     classes = subfolders(Path(folder))
     pictures = [(path, c) for c, part in enumerate(classes) for path in files_of(part, SUFFIXES)]
     empty = [part.name for c, part in enumerate(classes) if not any(c == label for _, label in pictures)] if classes else []
@@ -79,6 +83,8 @@ def _decoded_all(
 
 def _decoded(path: Path, size: int | None, channels: int) -> np.ndarray:
     """One picture as uint8 ``[C, h, w]``."""
+    if not path.is_file():  # opening a pipe would wait for ever
+        raise InputError(f"{path}: {'is no file' if path.exists() else 'there is no such picture'}. Get the data set again.")
     try:
         with Image.open(path, formats=("PNG", "JPEG", "WEBP")) as picture:
             if math.prod(picture.size) > MOST_PIXELS:

@@ -40,8 +40,8 @@ class Table(NamedTuple):
         return torch.from_numpy(np.stack(arrays, axis=1).astype(np.float32))
 
     def labels(self, name: str, classes: Sequence[Any] | None = None) -> tuple[Tensor, list[Any]]:
-        """A column as classes 0, 1, ... and what they are called; ``classes`` fixes their order (hand the training file's to the
-        test file's). Without it: by number where all are whole numbers, else by name."""
+        """A column as classes 0, 1, ... and what they are called: by number where all are whole numbers, else by name; or in
+        the order of ``classes`` (hand those of the training file to the test file)."""
         values = self.column(name)
         if any(not isinstance(value, (str, int, bool)) or value == "" for value in values):
             row = next(r for r, value in enumerate(values) if not isinstance(value, (str, int, bool)) or value == "")
@@ -82,7 +82,7 @@ class Table(NamedTuple):
 
 
 def read_table(path: str | Path) -> Table:
-    """The columns of a csv or tsv file (first line: their names; quoting as in RFC 4180) or of a jsonl file (an object a line)."""
+    """The columns of a csv or tsv file (first line: their names; quotes as in RFC 4180) or of a jsonl file."""
     path = Path(path)
     suffix = path.name.removesuffix(".gz")[len(path.name.removesuffix(".gz").split(".")[0]) :].lower()
     if suffix not in (*SEPARATORS, ".jsonl"):
@@ -95,7 +95,7 @@ def read_table(path: str | Path) -> Table:
 
 
 def read_numbers(path: str | Path, target: str, features: Sequence[str] | None = None, without: Sequence[str] = ()) -> Records:
-    """``x`` float32 ``[n, features]`` (by default every column but the target and those in ``without``) and the classes ``y``."""
+    """``x`` float32 ``[n, features]`` and classes ``y``. The features: those named, or all but the target and ``without``."""
     table = read_table(path)
     names = [name for name in table.columns if name not in (target, *without)] if features is None else list(features)
     if not names or target in names:
@@ -131,7 +131,7 @@ def _json_lines(path: Path, text: str) -> Table:
     names: list[str] = []
     records: list[dict[str, Any]] = []
     lines: list[int] = []
-    for at, line in enumerate(text.splitlines(), start=1):
+    for at, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:

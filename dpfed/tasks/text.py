@@ -1,7 +1,7 @@
 """GLUE as people have it, and texts turned into numbers once, up front.
 
 Every GLUE task is a folder of tab-separated files without quoting. The labels of the official test parts were never published,
-so the validation part (``dev.tsv``) is the test part here, as it is in the papers, and nothing is ever tuned on it by this library.
+so the validation part (``dev.tsv``) is the test part here, as it is in the papers; this library tunes nothing on it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def read_glue(task: str, root: str | Path | None = None) -> tuple[Texts, Texts]:
 
 def _read_tsv(path: Path, task: GlueTask) -> Texts:
     lines = [line.removesuffix("\r") for line in read_text(path).removesuffix("\n").split("\n")]
-    header = lines[0].split("\t") if task.width is None else list(range(task.width))
+    header: list[str | int] = [*lines[0].split("\t")] if task.width is None else [*range(task.width)]
     wanted = (*task.texts, task.label)
     if lacking := [str(name) for name in wanted if name not in header]:
         raise InputError(
@@ -123,8 +123,8 @@ def load_tokenizer(folder: str | Path) -> Any:
         kind = transformers.RobertaTokenizer
     else:
         raise InputError(
-            f"{folder}: holds no tokenizer (tokenizer.json; or vocab.txt of BERT; or vocab.json and merges.txt of RoBERTa). Name "
-            "the folder of a model that transformers saved."
+            f"{folder}: holds no tokenizer (tokenizer.json; or vocab.txt of BERT; or vocab.json and merges.txt of RoBERTa). "
+            "Name the folder of a model that transformers saved."
         )
     try:
         return kind.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
