@@ -111,7 +111,7 @@ def _data(words: list[str]) -> None:
     path, words = _option(words, "--figure")
     recipe = override(catalogue.recipes(name), words, f"dpfed data {name}")[0]
     _, federation = recipe.task.build(recipe.seed)
-    console.print(federation.table())
+    console.print(federation.table(), soft_wrap=True)
     figure = federation_figure(federation, path or name.replace("/", "-") + "-data.png")
     console.print(f"Figure   {figure}")
 

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -45,25 +46,26 @@ class Table(NamedTuple):
         values = self.column(name)
         if any(not isinstance(value, (str, int, bool)) or value == "" for value in values):
             row = next(r for r, value in enumerate(values) if not isinstance(value, (str, int, bool)) or value == "")
-            raise InputError(f"{self._place(row)}: {name!r} is {values[row]!r}, which is no label. Correct or drop the record.")
-        whole = all(str(value).lstrip("-").isdecimal() for value in values)
+            raise InputError(
+                f"{self._place(row)}: {name!r} is {values[row]!r:.60}, which is no label. Correct or drop the record."
+            )
+        whole = all(re.fullmatch("-?[0-9]{1,18}", str(value)) for value in values)
         order = sorted(set(values), key=lambda value: (int(value), "") if whole else (0, str(value)))
         number = {value: c for c, value in enumerate(order if classes is None else classes)}
         for row, value in enumerate(values):
             if value not in number:
-                raise InputError(
-                    f"{self._place(row)}: {name!r} is {value!r}, which is none of the classes {list(number)[:10]}."
-                )
+                known = f"the classes {list(number)[:10]}"
+                raise InputError(f"{self._place(row)}: {name!r} is {value!r:.60}, none of {known}. Correct or drop the record.")
         return torch.tensor([number[value] for value in values]), list(number)
 
     def texts(self, names: Sequence[str], target: str, classes: Sequence[Any] | None = None) -> Texts:
         """One or two columns as texts, for `dpfed.tasks.text.tokenise`."""
         if len(names) not in (1, 2):
-            raise InputError(f"{self.path}: a text is one column or a pair of columns, got {len(names)}: {', '.join(names)}.")
+            raise InputError(f"{self.path}: a text is one column or two, got {len(names)}. Name one or two.")
         for name in names:
             for row, value in enumerate(self.column(name)):
                 if not isinstance(value, str):
-                    raise InputError(f"{self._place(row)}: {name!r} is {value!r}, not a text. Correct or drop the record.")
+                    raise InputError(f"{self._place(row)}: {name!r} is {value!r:.60}, not a text. Correct or drop the record.")
         return Texts(
             self.columns[names[0]], self.columns[names[1]] if len(names) > 1 else None, self.labels(target, classes)[0]
         )
@@ -74,7 +76,7 @@ class Table(NamedTuple):
         except (ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number) or abs(number) > 3e38:
-            raise InputError(f"{self._place(row)}: {name!r} is {value!r}, not a finite number. Correct or drop the record.")
+            raise InputError(f"{self._place(row)}: {name!r} is {value!r:.60}, not a finite number. Correct or drop the record.")
         return number
 
     def _place(self, row: int) -> str:
@@ -160,5 +162,7 @@ def _object(path: Path, line: int, pairs: list[tuple[str, Any]]) -> dict[str, An
 
 def _unique(path: Path, names: list[str]) -> list[str]:
     if len(set(names)) != len(names) or "" in names or any(name != name.strip() for name in names):
-        raise InputError(f"{path}: its first line must name every column once, without spaces around; it has {names[:10]}.")
+        raise InputError(
+            f"{path}: its columns {names[:10]} do not all have a name of their own, without spaces around. Correct the names."
+        )
     return names

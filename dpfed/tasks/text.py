@@ -136,8 +136,9 @@ def tokenise(texts: Texts, tokenizer: Any, length: int = 128) -> Records:
     """Texts as columns of one fixed length: ``input_ids`` int32, ``attention_mask`` bool, ``y``; for pairs also
     ``token_type_ids`` where the model takes them. What is longer is cut, the longer text of a pair first."""
     special = tokenizer.num_special_tokens_to_add(pair=texts.second is not None)
-    if not special < length <= (most := tokenizer.model_max_length):
-        raise InputError(f"length: must lie above the {special} special tokens, and be at most {most} here; got {length}.")
+    most = tokenizer.model_max_length
+    if not special < length <= most:
+        raise InputError(f"length: takes {special + 1} to {most} tokens here, got {length}. Set it to 64 or 128 for sentences.")
     if tokenizer.pad_token is None:
         raise InputError("tokenizer: has no padding token. Set one: tokenizer.pad_token = tokenizer.eos_token")
     pairs = texts.second is not None and "token_type_ids" in tokenizer.model_input_names

@@ -248,7 +248,9 @@ def encoded(form: str, size: tuple[int, int] = (64, 64)) -> bytes:
 def png(width: int, height: int) -> bytes:
     """A PNG file that declares a size, and has no pixels."""
     chunk = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    chunks = [chunk, b"IDAT" + zlib.compress(b"")]
+    framed = [struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in chunks]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(framed)
 
 
 def emptied(where: Path) -> None:
@@ -437,8 +439,8 @@ TABLES: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "target only": (b"y\n1\n", ("no columns are left",)),
     "a short row": (b"a,b,y\n1,2,0\n1,0\n", ("line 3", "2 cells")),
     "a long row": (b"a,y\n1,0,5\n", ("line 2", "3 cells")),
-    "a name twice": (b"a,a,y\n1,2,0\n", ("once",)),
-    "a name missing": (b"a,,y\n1,2,0\n", ("once",)),
+    "a name twice": (b"a,a,y\n1,2,0\n", ("of their own",)),
+    "a name missing": (b"a,,y\n1,2,0\n", ("of their own",)),
     "spaces around a name": (b"a, y\n1,0\n", ("spaces",)),
     "an open quote": (b'a,y\n"1,0\n', ("quotes",)),
     "a quote inside": (b'a,y\n"1"2,0\n', ("line 2",)),

@@ -138,7 +138,6 @@ def test_glue(task: str, tmp_path: Path) -> None:
 
 
 def test_broken_lines_of_qqp_are_left_out_and_counted(tmp_path: Path) -> None:
-    """The official file has two dozen of them among 364,000."""
     file = layouts.glue(tmp_path, "qqp") / "train.tsv"
     file.write_text(layouts.GLUE_LINES["qqp"] + "".join(f"{i}\t1\t2\tA?\tB?\t0\n" for i in range(2000)) + "7\t8\t9\tcut off\n")
     train, _ = read_glue("qqp", tmp_path)
