@@ -35,7 +35,7 @@ def as_records(field: str, source: Source) -> Records:
     else:
         raise InputError(f"{field}: expected (x, y), a dict of columns or a data set of pairs, got {type(source).__name__}.")
     if "y" not in columns:
-        raise InputError(f"{field}: has no column 'y' (the target); it has {sorted(columns)}.")
+        raise InputError(f"{field}: has no column 'y' (the target); it has {sorted(columns)}. Name the target 'y'.")
     return {str(name): _tensor(field, str(name), column) for name, column in columns.items()}
 
 

@@ -51,7 +51,7 @@ def data_root(root: str | Path | None = None) -> Path:
 
 def plain_or_gz(folder: Path, file: str) -> Path:
     plain = folder / file.removesuffix(GZ)
-    return folder / (plain.name + ".gz") if file.endswith(GZ) and not plain.exists() else plain
+    return plain.with_name(plain.name + ".gz") if file.endswith(GZ) and not plain.exists() else plain
 
 
 def read_bytes(path: Path, at_most: int) -> bytes:
@@ -60,23 +60,25 @@ def read_bytes(path: Path, at_most: int) -> bytes:
         raise InputError(f"{path}: {'is no file' if path.exists() else 'there is no such file'}. Put the file there.")
     try:
         with path.open("rb") as file:
-            if path.suffix == ".gz":
-                data = _some(gzip.GzipFile(fileobj=file), at_most)
-            else:
-                data = _some(file, at_most) if path.stat().st_size <= at_most else bytes(at_most + 1)
+            data = _some(gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file, at_most)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"{path}: is damaged ({error}). Get the file again.") from error
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}). Check its permissions and the disk.") from error
-    if len(data) > at_most:
+    if data is None:
         raise InputError(f"{path}: holds more than {at_most:,} bytes, which this kind of file never does. Get it again.")
     if not data:
         raise InputError(f"{path}: is empty. Get the file again.")
     return data
 
 
-def _some(file: IO[bytes] | gzip.GzipFile, at_most: int) -> bytes:
-    return file.read(at_most + 1)
+def _some(file: IO[bytes] | gzip.GzipFile, at_most: int) -> bytes | None:
+    """Everything, piece by piece; None as soon as it is more than it may be."""
+    pieces, left = list[bytes](), at_most
+    while left >= 0 and (piece := file.read(2**22)):
+        pieces.append(piece)
+        left -= len(piece)
+    return b"".join(pieces) if left >= 0 else None
 
 
 def read_text(path: Path, at_most: int = 2**31) -> str:

@@ -22,6 +22,7 @@ import torch
 from PIL import Image
 
 from dpfed import InputError
+from dpfed.columns import as_records
 from dpfed.tasks.images import read_cifar, read_disk, read_fashion_mnist, read_tiny_imagenet
 from dpfed.tasks.pictures import read_image_folder
 from dpfed.tasks.tables import read_numbers, read_table
@@ -529,6 +530,28 @@ case("tokenizer is no JSON", tokenizer(tokenizer__json=b"{", tokenizer_config__j
 case("tokenizer has code", tokenizer(tokenizer_config__json=REMOTE, config__json=b"{}", mine__py=MINE), "bert")
 case("tokenizer of a length too short", tokenised(2), "length", "2")
 case("tokenizer of a length too long", tokenised(10), "length", "9")
+
+
+# Data sets in memory.
+
+
+def hugging_face(**columns: list[Any]) -> Callable[[Path], Any]:
+    return lambda root: as_records("train", pytest.importorskip("datasets").Dataset.from_dict(columns))
+
+
+def pairs(*records: Any) -> Callable[[Path], Any]:
+    return lambda root: as_records("train", list(records))
+
+
+case("data set of texts", hugging_face(text=["a", "b"], label=[0, 1]), "train", "'text'", "tokenise")
+case("data set of unlike lengths", hugging_face(ids=[[1], [1, 2]], label=[0, 1]), "train", "'ids'")
+case("data set without a label", hugging_face(ids=[[1], [2]]), "train", "'y'", "ids")
+case("data set of nothing", hugging_face(ids=[], label=[]), "train", "empty")
+case("data set of two labels", hugging_face(ids=[1], label=[0], labels=[0]), "train", "mean the same")
+case("pairs that are triples", pairs(([0.0], 1, 2)), "train", "record 0")
+case("pairs of unlike shapes", pairs(([0.0], 1), ([0.0, 1.0], 1), ([0.0], 0)), "train", "record 1", "(2,)")
+case("pairs of unlike types", pairs(([0.0], 1), ([0.0], 0.5), ([0.0], 0)), "train", "'y' of record 1")
+case("pairs of texts", pairs(("a", 1), ("b", 0), ("c", 0)), "train", "'x'")
 
 
 executed: list[str] = []

@@ -121,7 +121,11 @@ def test_rows_have_the_metrics_that_the_task_names(tmp_path: Path) -> None:
         assert len(row["client_accuracy"]) == 3
     assert again.rows == record.rows
     assert record.summary()["final_accuracy"] == record.rows[-1]["accuracy"], "the last one, not the best"
+    table = record.table().splitlines()
+    assert table[0].split()[:6] == ["method", "ε", "accuracy", "best", "worst", "client"]
+    assert f" {100 * record.rows[-1]['worst_client_accuracy']:.1f} " in table[2]
     cheap = run(replace(task(("accuracy",), federation)), tmp_path / "cheap")
+    assert "worst" not in cheap.table()
     assert not {"macro_accuracy", "worst_client_accuracy", "client_accuracy", "f1"} & set(cheap.rows[-1])
 
 
