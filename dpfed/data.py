@@ -142,11 +142,11 @@ class Federation:
         shares = dealing.matching_labels(labels, clients, test_labels, _random(seed, "test"))
         return replace(self, test_clients=tuple(map(torch.from_numpy, shares)))
 
-    def label_counts(self) -> Tensor:
-        """``[clients, labels]``: who holds how many records of which label (of all labels that occur, in their order)."""
+    def label_counts(self) -> Tensor | None:
+        """``[clients, labels]``: how many records of which label (of those that occur) each holds; None without labels."""
         labels = self._labels()
         if labels is None:
-            raise InputError("y: is not one whole number per record, so there are no labels to count.")
+            return None
         num_labels = int(labels.max()) + 1
         return torch.stack([torch.bincount(labels[rows], minlength=num_labels) for rows in self.clients])
 
@@ -161,9 +161,9 @@ class Federation:
         for heading in ("client", "records", "test", "labels"):
             table.add_column(heading, justify="right")
         table.add_column("most")
-        y, labels = self.records["y"].cpu(), self._labels()
-        counts = self.label_counts() if labels is not None else torch.zeros(len(self.clients), 0, dtype=torch.long)
-        names = y.unique().tolist() if labels is not None else []
+        found = self.label_counts()
+        counts = torch.zeros(len(self.clients), 0, dtype=torch.long) if found is None else found
+        names = [] if found is None else self.records["y"].unique().tolist()
         tests = ["-"] * len(self.clients) if self.test_clients is None else [str(len(rows)) for rows in self.test_clients]
         for i, size in enumerate(self.sizes[:at_most]):
             top = counts[i].sort(descending=True, stable=True).indices[:4].tolist()

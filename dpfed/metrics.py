@@ -68,13 +68,18 @@ def client_accuracies(right: Tensor, shares: Sequence[Tensor]) -> Tensor:
     return sums / torch.bincount(owner, minlength=len(shares))
 
 
+def needs_shares(metrics: Sequence[str]) -> bool:
+    """Whether a federation has to have test records for every client (`Federation.deal_test`)."""
+    return not set(CLIENT_METRICS).isdisjoint(metrics)
+
+
 def judged(
     metrics: Sequence[str], target: Tensor, predicted: Tensor, num_classes: int, shares: Sequence[Tensor] | None
 ) -> dict[str, Tensor]:
     """The metrics of some predictions, by name, still on their device."""
     counts = confusion(target, predicted, num_classes)
     found = {name: METRICS[name](counts) for name in metrics if name in METRICS}
-    if shares is not None and not set(CLIENT_METRICS).isdisjoint(metrics):
+    if shares is not None and needs_shares(metrics):
         of_clients = client_accuracies(predicted == target, shares)
         by_name = {"client_accuracy": of_clients, "worst_client_accuracy": of_clients.nan_to_num(2).min()}
         found |= {name: value for name, value in by_name.items() if name in metrics}
@@ -90,7 +95,7 @@ def check_metrics(metrics: Sequence[str]) -> None:
 def check_judging(metrics: Sequence[str], num_classes: int, shares: Sequence[Tensor] | None) -> None:
     if "f1" in metrics and num_classes != 2:
         raise InputError(f"metrics: 'f1' is for two classes, the model has {num_classes}. Take 'macro_accuracy' instead.")
-    if shares is None and not set(CLIENT_METRICS).isdisjoint(metrics):
+    if shares is None and needs_shares(metrics):
         raise InputError(
             f"metrics: {' and '.join(CLIENT_METRICS)} need a share of the test records for every client. Give the federation "
             "one with federation.deal_test()."

@@ -30,7 +30,7 @@ from dpfed.tasks.text import Texts, load_tokenizer, read_glue, tokenise
 from tests.unit import layouts
 from tests.unit.layouts import cifar_batch, cifar_pixels, py2_array, py2_pickle
 
-REMEDY = re.compile(r"\b(Get|Put|Correct|Save|Name|Replace|Delete|Give|Quote|Bring|Set|Write|Remove|Use|Take)\b[^.]*")
+REMEDY = re.compile(r"\b(Get|Put|Correct|Save|Name|Replace|Delete|Give|Quote|Bring|Set|Write|Remove|Use|Take|Leave)\b[^.]*")
 SECONDS = 10
 CODE_EVENTS = ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "pickle.find_class")
 

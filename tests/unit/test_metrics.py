@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfed import FedAvg, Federation, FlatModel, InputError, Plain, Recipe, RunRecord, Task, iid, run
+from dpfed.__main__ import main
 from dpfed.metrics import METRICS, client_accuracies, confusion
 from dpfed.tasks.text import GLUE
 
@@ -127,6 +128,19 @@ def test_rows_have_the_metrics_that_the_task_names(tmp_path: Path) -> None:
     cheap = run(replace(task(("accuracy",), federation)), tmp_path / "cheap")
     assert "worst" not in cheap.table()
     assert not {"macro_accuracy", "worst_client_accuracy", "client_accuracy", "f1"} & set(cheap.rows[-1])
+
+
+def test_the_command_line_names_metrics_and_a_resumed_run_has_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short = ["--rounds", "2", "--local-steps", "1", "--cohort", "2", "--engine.device", "cpu", "--out", str(tmp_path / "run")]
+    main(["run", "fashion/FedAvg", *short, "--task.metrics", "accuracy", "macro_accuracy", "worst_client_accuracy"])
+    rows = RunRecord.open(tmp_path / "run").rows
+    assert 0 <= rows[-1]["worst_client_accuracy"] < rows[-1]["macro_accuracy"]
+    assert "worst client" in capsys.readouterr().out
+    for file in ("model.safetensors", "checkpoint.safetensors"):
+        (tmp_path / "run" / file).unlink()
+    main(["resume", str(tmp_path / "run")])
+    again = RunRecord.open(tmp_path / "run").rows
+    assert [row | {"seconds": 0} for row in again] == [row | {"seconds": 0} for row in rows]
 
 
 @pytest.mark.parametrize(
