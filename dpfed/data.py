@@ -135,7 +135,7 @@ class Federation:
     def deal_test(self, seed: int = 0) -> Federation:
         """The same federation with a part of the test records for every client: each label in the proportions in which the
         clients hold it. No test record belongs to two; a client that holds little may get none."""
-        if self.test is None or self._labels() is None:
+        if self.test is None or self._labels() is None or self.test["y"].dim() != 1:
             raise InputError("test: dealing it needs test records with one whole number as label. Give the federation some.")
         clients = [rows.numpy() for rows in self.clients]
         labels, test_labels = self.records["y"].cpu().numpy(), self.test["y"].cpu().numpy()
