@@ -13,6 +13,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -612,3 +613,37 @@ def test_the_watch_sees_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         pickle.loads(PICKLES["code in protocol 2"][0])
     assert any("system" in event for event in executed)
     assert (tmp_path / "code_was_executed").exists()
+
+
+def every_file(root: Path) -> list[tuple[Path, Callable[[], Any]]]:
+    """A file of every kind, and what reads it."""
+    tiny, idx = layouts.tiny_imagenet(root), layouts.fashion_mnist(root)
+    (root / "mine.csv").write_text('a,b,y\n3,"4",yes\n5,6,no\n')
+    (root / "mine.jsonl").write_text('{"a": 1.5, "y": 3}\n{"a": 2, "y": 4}\n')
+    glue = [(layouts.glue(root, task) / "train.tsv", partial(read_glue, task, root)) for task in layouts.GLUE_LINES]
+    return [
+        (layouts.cifar100(root) / "train", lambda: read_cifar("cifar100", root)),
+        (idx / f"{LABELS}.gz", lambda: read_fashion_mnist(root)),
+        *((tiny / name, lambda: read_tiny_imagenet(root)) for name in (PICTURE, CLASSES, NOTES)),
+        *glue,
+        (root / "mine.csv", lambda: read_numbers(root / "mine.csv", "y")),
+        (root / "mine.jsonl", lambda: read_numbers(root / "mine.jsonl", "y")),
+    ]
+
+
+def test_files_with_random_damage_are_read_or_refused(tmp_path: Path) -> None:
+    random, refused = np.random.default_rng(0), 0
+    for file, read in every_file(tmp_path):
+        whole = file.read_bytes()
+        for _ in range(30):
+            content, at = bytearray(whole), int(random.integers(min(len(whole), 900)))
+            content[at : at + int(random.integers(4))] = random.bytes(int(random.integers(1, 4)))
+            file.write_bytes(content)
+            try:
+                with watched():
+                    read()
+            except InputError:
+                refused += 1
+            assert not executed
+        file.write_bytes(whole)
+    assert refused > 100
