@@ -142,9 +142,9 @@ def dpfed_step(cohort: Cohort, mechanism: Mechanism) -> Callable[[], Tensor]:
         parts = [Part(some, torch.ones_like(some["y"], dtype=torch.bool)) for some in cut]
         sizes = torch.full((len(clients), 1), float(cohort.batch_size))
 
-        def noise(draw: int, query: int) -> Tensor:
+        def noise(total: Tensor, std: Tensor | float, draw: int, query: int) -> Tensor:
             draws = [generator(0, "noise", 0, i, 0, draw, query) for i in clients]
-            return torch.stack([torch.randn(theta.shape[1], generator=each) for each in draws])
+            return total + std * torch.stack([torch.randn(theta.shape[1], generator=each) for each in draws])
 
         private = PrivateGradient(cohort.model.loss, lambda draw: parts, noise, sizes, mechanism)(theta[rows])
         theta[rows] -= LR * private

@@ -34,13 +34,14 @@ from dpfed.algorithms import (
     MicroAdam,
     Scaffold,
 )
+from dpfed.augment import pad_crop_flip
 from dpfed.data import Federation, by_user, dirichlet, from_clients, iid, quantity_skew, shards
 from dpfed.engines.simulation import Simulation
 from dpfed.errors import InputError
 from dpfed.flat import FlatModel, Layout
 from dpfed.holdings import federation_figure
 from dpfed.ledger import Event, Ledger, Receipt, calibrate, epsilon
-from dpfed.privacy import Gaussian, Plain
+from dpfed.mechanism import AsReleased, Gaussian, Plain
 from dpfed.recipe import Recipe
 from dpfed.record import RunRecord
 from dpfed.report import figure, table_text
@@ -54,6 +55,7 @@ __all__ = [
     "AdamBC",
     "AdamW",
     "AdamWBC",
+    "AsReleased",
     "Event",
     "FashionMini",
     "FedAdamW",
@@ -88,6 +90,7 @@ __all__ = [
     "figure",
     "from_clients",
     "iid",
+    "pad_crop_flip",
     "quantity_skew",
     "run",
     "shards",

@@ -315,7 +315,7 @@ def _published(words: list[str]) -> None:
 
 def _list(words: list[str]) -> None:
     from dpfed import algorithms, catalogue
-    from dpfed.privacy import Gaussian, Plain
+    from dpfed.mechanism import AsReleased, Gaussian, Plain
     from dpfed.tasks.folders import data_root
 
     def show() -> None:
@@ -324,6 +324,10 @@ def _list(words: list[str]) -> None:
             "Recipes  (dpfed run RECIPE)": [
                 ("quickstart", catalogue.quickstart.__doc__ or ""),
                 *((f"{task}/METHOD", f"METHOD is one of {', '.join(catalogue.methods())}") for task in catalogue.TASKS),
+                (
+                    "TASK/as-released/METHOD",
+                    "the same with the mechanism of the released code of DP-FedAdamW, which is not private",
+                ),
             ],
             "Tasks": [(name, _summary(sys.modules[kind.__module__])) for name, kind in catalogue.TASKS.items()],
             f"Data sets  (under {data_root()}; DPFED_DATA names another folder)": [
@@ -331,7 +335,7 @@ def _list(words: list[str]) -> None:
                 for data_set in catalogue.DATA_SETS
             ],
             "Algorithms": [(name, _summary(sys.modules[getattr(algorithms, name).__module__])) for name in algorithms.__all__],
-            "Mechanisms": [(kind.__name__, _summary(kind)) for kind in (Gaussian, Plain)],
+            "Mechanisms": [(kind.__name__, _summary(kind)) for kind in (Gaussian, Plain, AsReleased)],
         }
         console = Console(highlight=False)
         for title, lines in sections.items():
@@ -444,6 +448,9 @@ def _show(records: list[Any], figure_path: Path) -> None:
     if drawn:
         console.print(f"Figure   {figure_path}")
     for record in records:
+        for row in record.rows[-1:]:
+            if "ended_by" in row:
+                console.print(f"Ended    {record.recipe['name']} after {row['t'] + 1} rounds, by {row['ended_by']}")
         console.print(f"Record   {record.path}")
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
 FAINT = 0.04  # with a smaller multiplier one step costs hundreds, near the end of floating point: stated as infinite
-CHOICES = {"sampling": ("poisson", "fixed"), "aggregation": ("open", "secure"), "unit": ("example", "client")}
+CHOICES = {"sampling": ("poisson", "fixed"), "aggregation": ("open", "secure"), "unit": ("example", "client", "batch")}
 
 
 @dataclass(frozen=True, order=True)
@@ -42,7 +42,8 @@ class Event:
 
     ``sigma`` is the noise over the clipping norm C; 0 means no noise, and epsilon is infinite. ``aggregation="secure"``: it is
     the noise of a sum over a cohort, and only the sum is seen. ``unit="client"``: what is clipped is a client's whole upload;
-    read clients for examples, and the expected cohort for the batch size.
+    read clients for examples, and the expected cohort for the batch size. ``unit="batch"``: what is clipped is the
+    gradient of a whole batch, which protects nobody.
     """
 
     sampling: Literal["poisson", "fixed"]
@@ -50,7 +51,7 @@ class Event:
     num_examples: int
     sigma: float
     aggregation: Literal["open", "secure"] = "open"
-    unit: Literal["example", "client"] = "example"
+    unit: Literal["example", "client", "batch"] = "example"
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -58,6 +59,8 @@ class Event:
                 raise InputError(f"event.{name}: must be {' or '.join(map(repr, choices))}, got {value!r}.")
         if self.unit == "client" and self.aggregation == "secure":
             raise InputError("event.unit: 'client' needs a server that clips and adds the noise, not aggregation='secure'.")
+        if self.unit == "batch" and self.sigma:
+            raise InputError(f"event.sigma: must be 0 with unit='batch', which protects nobody, got {self.sigma}.")
         check_whole("event.batch_size", self.batch_size, at_least=1)
         check_whole("event.num_examples", self.num_examples, at_least=1)
         if not 0 <= self.sigma < math.inf:

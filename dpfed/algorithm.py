@@ -50,7 +50,8 @@ class Round:
     """A round as everybody sees it: its number, the schedule's factor on the learning rate, K, and the public map of theta.
 
     ``shrinkage`` is the sum of the squared weights of the mean: by so much averaging shrinks the variance of independent noise
-    (1 / S for equal weights). ``participation`` is the cohort's share of all clients (S / N).
+    (1 / S for equal weights). ``participation`` is the cohort's share of all clients (S / N). ``clip`` is the threshold of
+    adaptive clipping; ``public`` names the fields of the upload that no data can change, where whole clients are protected.
     """
 
     index: int
@@ -59,6 +60,8 @@ class Round:
     layout: Layout
     shrinkage: float = 1.0
     participation: float = 1.0
+    clip: float | None = None
+    public: frozenset[str] = frozenset()
 
 
 class Weights(NamedTuple):
@@ -71,6 +74,13 @@ class Delta(NamedTuple):
     """The upload of those who send nothing else."""
 
     delta: Tensor
+
+
+class Counted(NamedTuple):
+    """An upload under adaptive clipping, and the share of gradients (or uploads) that were within the threshold, less 1/2."""
+
+    upload: Any
+    within: Tensor
 
 
 class Release(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 
 from dpfed import algorithms
 from dpfed.errors import InputError
-from dpfed.privacy import Gaussian, Plain
+from dpfed.mechanism import AsReleased, Gaussian, Plain
 from dpfed.recipe import Recipe
 from dpfed.tasks import FashionMini
 from dpfed.tasks.images import CIFAR10, CIFAR100, FASHION_MNIST, TINY_IMAGENET
@@ -52,18 +52,21 @@ def quickstart() -> list[Recipe]:
 
 
 def named_recipe(name: str) -> Recipe:
-    """``task/METHOD``: any task with any method, at settings that work.
+    """``task/METHOD``: any task with any method, at settings that work; ``task/as-released/METHOD``: with the mechanism of the
+    released code of DP-FedAdamW, which is not private, for comparison.
 
     Where the server steps a round is one step, so these methods take more rounds, and larger batches, for the same epsilon.
     """
     task, _, method = name.partition("/")
-    if task not in TASKS or method not in methods():
+    released, method = method.startswith("as-released/"), method.removeprefix("as-released/")
+    if task not in TASKS or method not in methods() or (released and method.startswith("DP-")):
         raise InputError(f"recipe: there is no '{name}'. `dpfed list` shows the recipes.")
     kind, private = method.removeprefix("DP-"), method.startswith("DP-")
     rounds, local_steps, batch_size = (60, 1, 512) if kind in CENTRALISED else (30, 5, 256)
     with_privacy, without = (FEDERATED | CENTRALISED)[kind]
-    algorithm = getattr(algorithms, kind)(lr=with_privacy if private else without)
+    algorithm = getattr(algorithms, kind)(lr=with_privacy if private or released else without)
     mechanism = Gaussian(epsilon=3.0, batch_size=batch_size) if private else Plain(batch_size=batch_size)
+    mechanism = AsReleased(batch_size=batch_size) if released else mechanism
     return Recipe(TASKS[task](), algorithm, mechanism, rounds, local_steps, cohort=10)
 
 

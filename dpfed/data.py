@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal, cast
@@ -127,10 +127,17 @@ class Federation:
             object.__setattr__(copy, name, value)
         return copy
 
-    def cohort(self, seed: int, t: int, size: int) -> list[int]:
-        """The clients of round ``t``: uniform without replacement, sorted."""
-        order = torch.randperm(len(self.clients), generator=generator(seed, "cohort", t))
-        return sorted(order[:size].tolist())
+    def cohort(self, seed: int, t: int, size: int, sampling: Sampling = "fixed", *, without: Collection[int] = ()) -> list[int]:
+        """The clients of round ``t``, sorted, out of those that are not ``without``.
+
+        ``fixed``: uniform without replacement; ``poisson``: each by its own coin of rate size / clients, so perhaps nobody.
+        """
+        coins, num_clients = generator(seed, "cohort", t), len(self.clients)
+        if sampling == "poisson":
+            chosen = torch.rand(num_clients, generator=coins, dtype=torch.float64) < size / num_clients
+            return [i for i in chosen.nonzero().squeeze(1).tolist() if i not in without]
+        order: list[int] = torch.randperm(num_clients, generator=coins).tolist()
+        return sorted([i for i in order if i not in without][:size])
 
     def deal_test(self, seed: int = 0) -> Federation:
         """The same federation with a part of the test records for every client: each label in the proportions in which the

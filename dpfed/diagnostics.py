@@ -16,8 +16,9 @@ of their fields (m, v, phi), in the state of a client at the end of its round, o
 
 Privacy: all of it is computed from states and uploads, which are functions of gradients that are clipped, noised and charged
 already; so it is post-processing, and costs nothing against a server that sees the uploads. Under distributed noise the server
-sees none: there only its own moments are described. Rows are for those who may know who took part: where the clients' sizes
-differ, noise_std tells of it. The run itself keeps its bits: an upload has more leaves, none is changed.
+sees none, and where clients are the unit it may tell of none: there only its own moments are described. Rows are for those who
+may know who took part: where the clients' sizes differ, noise_std tells of it. The run itself keeps its bits: an upload has
+more leaves, none is changed.
 """
 
 from __future__ import annotations

@@ -25,6 +25,8 @@ Records = dict[str, Tensor]
 
 BlockRule = Literal["paper", "tensor", "neuron", "none"]
 Criterion = Callable[[Tensor, Tensor], Tensor]
+Augment = Callable[[Records, Tensor], Records]
+"""A record and its key to the record as it is trained on; random numbers come from `dpfed.keyed`."""
 
 
 class Part(NamedTuple):
@@ -184,15 +186,23 @@ class FlatModel:
     """A module as a function of ``theta``. The module itself is never written to.
 
     ``criterion(output, target)`` gives the loss of a batch; it is always called with a batch of one record, so no record's
-    loss can depend on another record. ``metrics`` are names of `dpfed.metrics`.
+    loss can depend on another record. A record that has a key (the column ``key``) is trained on, and augmented; one without
+    is judged as it is. ``metrics`` are names of `dpfed.metrics`.
     """
 
-    def __init__(self, module: nn.Module, criterion: Criterion = cross_entropy, metrics: Sequence[str] = ("accuracy",)) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        criterion: Criterion = cross_entropy,
+        augment: Augment | None = None,
+        metrics: Sequence[str] = ("accuracy",),
+    ) -> None:
         _refuse_unsafe(module)
         check_metrics(metrics)
         self.metrics = tuple(metrics)
         self.module = module.eval()
         self.criterion = criterion
+        self.augment = augment
         self.layout = Layout.of(module)
         if not self.layout.parts:
             raise InputError("model: no parameter has requires_grad=True, so there is nothing to train. Unfreeze some.")
@@ -200,6 +210,11 @@ class FlatModel:
     @property
     def num_parameters(self) -> int:
         return self.layout.num_coordinates
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether training draws random numbers of its own for every record."""
+        return self.augment is not None
 
     def to(self, device: torch.device | str) -> FlatModel:
         self.module.to(device)
@@ -211,7 +226,7 @@ class FlatModel:
 
     def output(self, theta: Tensor, example: Records) -> Tensor:
         """What the module says about one record (a batch of one)."""
-        inputs = {name: column.unsqueeze(0) for name, column in example.items() if name != "y"}
+        inputs = {name: column.unsqueeze(0) for name, column in example.items() if name not in ("y", "key")}
         weights = self.layout.views(theta)
         if set(inputs) == {"x"}:
             return cast(Tensor, functional_call(self.module, weights, (inputs["x"],)))
@@ -219,6 +234,8 @@ class FlatModel:
 
     def loss(self, theta: Tensor, example: Records) -> Tensor:
         """The loss of one record."""
+        if self.augment is not None and "key" in example:
+            example = self.augment({name: value for name, value in example.items() if name != "key"}, example["key"])
         return self.criterion(self.output(theta, example), example["y"].unsqueeze(0))
 
     def evaluate(
@@ -248,10 +265,14 @@ class FlatModel:
 
     def check(self, records: Records, test: Records | None = None, shares: Sequence[Tensor] | None = None) -> None:
         """Try one record, and the range of the labels, before anything is spent; and whether the test can be judged."""
+        if "key" in records:
+            raise InputError("records: the column 'key' is the name of a record's own random key. Call yours something else.")
         example = {name: column[0].to(self.theta0().device) for name, column in records.items()}
         shapes = {name: tuple(column.shape) for name, column in example.items()}
         try:
             with torch.no_grad():
+                if self.needs_key:
+                    self.loss(self.theta0(), example | {"key": torch.tensor(0, device=self.theta0().device)})
                 output = self.output(self.theta0(), example)
                 if self.criterion is not cross_entropy:
                     loss = self.loss(self.theta0(), example)

@@ -67,6 +67,11 @@ NEIGHBOURS = {
         "fixed size. Every cohort is drawn anew, uniformly and without replacement; who is in it stays secret.",
     ),
 }
+NEIGHBOURS["batch", "fixed"] = (
+    "none. What is clipped is the gradient of a whole batch, tensor by tensor: one record can turn it around,\n    which moves "
+    "each of L tensors by 2C, against noise of sigma C / batch size.",
+    NEIGHBOURS["example", "fixed"][1],
+)
 OBSERVED = {
     "open": "the server. It sees every upload and who took part, so drawing the clients amplifies nothing.",
     "secure": """the server, under secure aggregation. It sees who took part, and of their uploads only the sum.
@@ -220,6 +225,8 @@ class Ledger:
         verdict = f"the price of {what}, at delta = {delta:g}{where}."
         if num_bare:
             verdict = f"not private. {who} released something without noise (sigma 0, or nearly)."
+        if first.unit == "batch":
+            verdict = "not private. Batches were clipped instead of records, as in the released code of DP-FedAdamW."
         neighbours, sampling = NEIGHBOURS[first.unit, first.sampling]
         return "\n  ".join(
             [

@@ -14,8 +14,8 @@ from dpfed.data import Federation
 from dpfed.engines.simulation import Simulation
 from dpfed.errors import InputError
 from dpfed.flat import FlatModel
+from dpfed.mechanism import AsReleased, Gaussian, Plain
 from dpfed.pieces import Schedule
-from dpfed.privacy import Gaussian, Plain
 
 
 class AnyTask(Protocol):
@@ -33,6 +33,9 @@ class Recipe:
         rounds: how often the server averages (T).
         local_steps: gradient steps of a client between two averages (K).
         cohort: clients that train in a round, drawn afresh every round (S).
+        cohort_sampling: fixed: exactly that many; poisson: each by a coin of its own, so many in the mean, perhaps nobody.
+        max_participations: rounds after which a client is no longer drawn; what is calibrated is what then remains.
+        budget: the epsilon that the run may not pass; it ends before the round that would.
         seed: keys every random draw: start, partition, cohorts, batches, noise.
         delta: the probability with which epsilon may fail; well below one over the number of records.
         schedule: of the learning rate over the rounds.
@@ -40,15 +43,21 @@ class Recipe:
         weighting: of the uploads: all alike, or by the clients' (public) numbers of records.
         evaluate_every: rounds between two looks at the test records.
         diagnostics: describe drift and moments in every row (dpfed report RUN --diagnostics shows them).
+        average: what is evaluated and saved: the last model, a moving average of all (ema), or the mean of the second half
+            (tail). Averages see only models that are published anyway, and cost nothing.
+        average_decay: the weight of the past in the moving average.
         engine: where the clients train.
     """
 
     task: AnyTask
     algorithm: Algorithm
-    mechanism: Gaussian | Plain
+    mechanism: Gaussian | Plain | AsReleased
     rounds: int = 50
     local_steps: int = 10
     cohort: int = 5
+    cohort_sampling: Literal["fixed", "poisson"] = "fixed"
+    max_participations: int | None = None
+    budget: float | None = None
     seed: int = 0
     delta: float = 1e-5
     schedule: Schedule = "cosine"
@@ -56,6 +65,8 @@ class Recipe:
     weighting: Literal["uniform", "examples"] = "uniform"
     evaluate_every: int = 1
     diagnostics: bool = False
+    average: Literal["none", "ema", "tail"] = "none"
+    average_decay: float = 0.9
     engine: Simulation = field(default_factory=Simulation)
 
     def __post_init__(self) -> None:
@@ -66,12 +77,36 @@ class Recipe:
             raise InputError(f"warmup: must lie between 0 and the {self.rounds} rounds, got {self.warmup}.")
         if not 0 < self.delta < 1:
             raise InputError(f"delta: must lie between 0 and 1, got {self.delta}. 1e-5 is usual for up to 10,000 records.")
+        if not 0 < self.average_decay < 1:
+            raise InputError(f"average_decay: must lie between 0 and 1, got {self.average_decay}. 0.9 looks back ten rounds.")
+        if self.budget is not None and not self.budget > 0:
+            raise InputError(f"budget: must be an epsilon above 0, got {self.budget}. None is no limit.")
+        if self.max_participations is not None and self.max_participations < 1:
+            raise InputError(f"max_participations: must be at least 1, got {self.max_participations}. None is no limit.")
         _check_choices(self, "")
+        self._check_secrets()
+
+    def _check_secrets(self) -> None:
+        """Where the guarantee rests on nobody knowing who takes part, or on all counting alike."""
+        by_client = self.mechanism.unit == "client"
+        if self.max_participations is not None and (by_client or self.cohort_sampling == "poisson"):
+            raise InputError(
+                "max_participations: it counts who took part, which stays secret with cohort_sampling='poisson' and with "
+                "unit='client'. Leave it out, or take fixed cohorts and unit='example'."
+            )
+        if by_client and self.weighting != "uniform":
+            raise InputError(
+                "weighting: must be 'uniform' with unit='client', got 'examples'. Every upload is clipped to the same norm, so "
+                "that all clients are protected alike."
+            )
 
     @property
     def name(self) -> str:
         """The papers' name: ``DP-FedAdamW`` where the mechanism is private, ``FedAdamW`` where not."""
-        return ("" if isinstance(self.mechanism, Plain) else "DP-") + type(self.algorithm).__name__
+        name = type(self.algorithm).__name__
+        if isinstance(self.mechanism, AsReleased):
+            return f"{name} (as released)"
+        return name if isinstance(self.mechanism, Plain) else f"DP-{name}"
 
 
 def _check_choices(value: Any, path: str) -> None:

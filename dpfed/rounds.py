@@ -4,12 +4,14 @@
     for t in rounds:  charge the cohort  ->  train it  ->  average  ->  server_step  ->  write the row
 
 The charge is written before the release (a crash may over-count, never under-count), and a round is done again with the same
-keys after a crash, so a resumed run ends in the same bits as one that was never stopped.
+keys after a crash, so a resumed run ends in the same bits as one that was never stopped. Where clients are the unit, the server
+adds the noise between "average" and "server_step", once a round, also when nobody came: that tells nothing about who did.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,104 +23,34 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dpfed.algorithm import Algorithm, Round, Tree, client_round, like, num_bytes
-from dpfed.algorithm import leaves as named
+from dpfed.algorithm import Counted, Round, Tree, leaves, like, num_bytes
 from dpfed.data import Federation, generator
-from dpfed.diagnostics import Observed, columns, own_upload
-from dpfed.engines.simulation import Engine, Job, client_weights, memory_tensors, protections
+from dpfed.diagnostics import columns, own_upload
+from dpfed.engines.simulation import Engine, Job, client_weights, memory_tensors
 from dpfed.errors import InputError
-from dpfed.flat import FlatModel, Layout, Part
-from dpfed.ledger import Event, Ledger, Receipt, calibrate
-from dpfed.pieces import schedule_scale
-from dpfed.privacy import Mechanism, Plain, events, expected_size
+from dpfed.flat import FlatModel
+from dpfed.forecast import Forecast, blank_upload, coins, forecast, planned_receipts, public_fields
+from dpfed.forecast import dry_round as dry_round
+from dpfed.forecast import planned_events as planned_events
+from dpfed.ledger import Ledger, Receipt
+from dpfed.mechanism import Gaussian, calibrated_sigma, expected_size, reach
+from dpfed.pieces import Moment, no_moment, push, schedule_scale
+from dpfed.privacy import next_clip, noised_upload
 from dpfed.recipe import Recipe, to_json
 from dpfed.record import RunRecord, environment
 
 Row = dict[str, Any]
 
 
-class DryGradient:
-    """Counts what an algorithm asks for, and always gives the same answer."""
+class Standing(NamedTuple):
+    """What a run carries from round to round besides the clients' memories: all of it lies in the checkpoint.
 
-    def __init__(self, answer: Tensor) -> None:
-        self.queries: Counter[int] = Counter()
-        self.noise_var, self.answer = answer.new_zeros(1), answer
+    ``clip`` is the threshold of adaptive clipping, ``average`` that of the published models; empty where there is none.
+    """
 
-    def __call__(self, theta: Tensor, *, draw: int = 0, minus: tuple[float, Tensor] | None = None) -> Tensor:
-        self.queries[draw] += 1
-        return self.answer
-
-
-class Dry(NamedTuple):
-    """What a client's round will be: the gradients that every step asks for, and the structure of its memory."""
-
-    queries: list[Counter[int]]
-    memory: Tree
-
-
-def dry_round(algorithm: Algorithm, num_steps: int) -> Dry:
-    """Run the algorithm once on a tiny vector. It declares nothing, so it can declare nothing wrongly."""
-    steps = [DryGradient(torch.zeros(8)) for _ in range(num_steps)]
-    layout = Layout((Part("tiny", (8,), "weights"),))
-    s = algorithm.server_init(torch.zeros(8), layout)
-    _, memory = client_round(algorithm, s, None, steps.__getitem__, Round(0, 1.0, num_steps, layout))
-    return Dry([step.queries for step in steps], memory)
-
-
-def planned_events(mechanism: Mechanism, num_examples: int, dry: Dry, factor: float = 1.0) -> Counter[Event]:
-    """What one round costs a client whose ``protection`` is ``factor``."""
-    total: Counter[Event] = Counter()
-    for queries in dry.queries:
-        total.update(events(mechanism, num_examples, queries, factor))
-    return total
-
-
-def planned_receipts(job: Job, t: int, cohort: list[int], dry: Dry) -> list[Receipt]:
-    """What round ``t`` will cost its cohort: public, and known before it happens."""
-    factors, sizes = protections(job, cohort), job.federation.sizes
-    return [Receipt(i, t, planned_events(job.mechanism, sizes[i], dry, factors[i])) for i in cohort]
-
-
-def calibrated(recipe: Recipe, job: Job, dry: Dry) -> Recipe:
-    """The recipe with its target epsilon turned into the smallest sufficient sigma, for the participations that will happen."""
-    mechanism = recipe.mechanism
-    if isinstance(mechanism, Plain) or mechanism.epsilon is None:
-        return recipe
-    unit, plan = job._replace(mechanism=replace(mechanism, epsilon=None, sigma=1.0)), Ledger()
-    for t in range(recipe.rounds):
-        plan.post(planned_receipts(unit, t, job.federation.cohort(recipe.seed, t, recipe.cohort), dry))
-    sigma = calibrate(mechanism.epsilon, recipe.delta, [plan.events(i) for i in plan.clients()])
-    return replace(recipe, mechanism=replace(mechanism, epsilon=None, sigma=sigma))
-
-
-def refuse_unsound(recipe: Recipe, dry: Dry) -> None:
-    """Distributed noise protects a sum of releases. Whatever else an algorithm would do with them has too little noise."""
-    if recipe.mechanism.noise == "local":
-        return
-    name = type(recipe.algorithm).__name__
-    if [dict(step) for step in dry.queries] != [{0: 1}]:
-        raise InputError(
-            f"mechanism.noise: 'distributed' protects one gradient a round, but {name} with local_steps={recipe.local_steps} "
-            f"takes {sum(sum(step.values()) for step in dry.queries)}. Set local_steps=1, or noise='local'."
-        )
-    if dry.memory is not None or not _upload_is_linear(recipe.algorithm):
-        raise InputError(
-            f"mechanism.noise: 'distributed' protects only sums, but the uploads of {name} are not linear in its gradient, "
-            "or it keeps a memory. Take an algorithm whose server steps, such as AdamW, SGD or AdamWBC, or noise='local'."
-        )
-
-
-def _upload_is_linear(algorithm: Algorithm) -> bool:
-    """Tried, not declared: upload(a) + upload(b) = upload(a + b) + upload(0)."""
-    theta, a, b = torch.randn(3, 8, generator=generator(0, "linear"), dtype=torch.float64)
-    layout = Layout((Part("tiny", (8,), "weights"),))
-    s = algorithm.server_init(theta, layout)
-
-    def upload(gradient: Tensor) -> Tensor:
-        step = DryGradient(gradient)
-        return torch.cat([x for _, x in named(client_round(algorithm, s, None, lambda k: step, Round(0, 1.0, 1, layout))[0])])
-
-    return torch.allclose(upload(a) + upload(b), upload(a + b) + upload(torch.zeros_like(a)), rtol=1e-9, atol=1e-9)
+    s: Tree
+    clip: Tensor
+    average: Moment
 
 
 def run(
@@ -147,21 +79,10 @@ def begin(
 ) -> tuple[RunRecord, Iterator[Row]]:
     """Check everything and open the record; the rounds happen as the rows are drawn."""
     model, federation = recipe.task.build(recipe.seed)
-    if recipe.cohort > len(federation.clients):
-        raise InputError(
-            f"cohort: {recipe.cohort} clients a round were asked for, the federation has {len(federation.clients)}. Lower it."
-        )
-    model.check(federation.records, federation.test, federation.test_clients)
-    dry = dry_round(recipe.algorithm, recipe.local_steps)
-    refuse_unsound(recipe, dry)
-    job = Job(model, federation, recipe.algorithm, recipe.mechanism, recipe.seed, recipe.weighting)
-    planned = calibrated(recipe, job, dry)
-    job = job._replace(mechanism=planned.mechanism)
-    if recipe.diagnostics and recipe.mechanism.noise == "local":
-        job = job._replace(algorithm=Observed(recipe.algorithm))
+    plan = forecast(recipe, model, federation)
     plain = to_json(recipe) | {
         "name": recipe.name,
-        "sigma": planned.mechanism.sigma,
+        "sigma": plan.job.mechanism.sigma,
         "fingerprint": fingerprint(model, federation),
     }
     if resume:
@@ -177,79 +98,148 @@ def begin(
     else:
         device = str(recipe.engine.torch_device())
         record = RunRecord.create(out or free_folder(recipe.name), plain, environment(device), recipe.delta)
-    return record, _rounds(planned, record, (engine or recipe.engine.open)(job), job)
+    return record, _rounds(recipe, record, (engine or recipe.engine.open)(plan.job), plan)
 
 
-def _rounds(recipe: Recipe, record: RunRecord, engine: Engine, job: Job) -> Iterator[Row]:
+def _rounds(recipe: Recipe, record: RunRecord, engine: Engine, plan: Forecast) -> Iterator[Row]:
     try:
-        yield from _training(recipe, record, engine, job)
+        yield from _training(recipe, record, engine, plan)
     finally:
         record.close()  # also when nobody draws the rest of the rows
 
 
-def _training(recipe: Recipe, record: RunRecord, engine: Engine, job: Job) -> Iterator[Row]:
-    algorithm, layout = recipe.algorithm, job.model.layout
-    device = recipe.engine.torch_device()
-    theta0 = job.model.theta0().to(device)
-    s, first, dry = algorithm.server_init(theta0, layout), 0, dry_round(algorithm, recipe.local_steps)
+def _training(recipe: Recipe, record: RunRecord, engine: Engine, plan: Forecast) -> Iterator[Row]:
+    job, device = plan.job, recipe.engine.torch_device()
+    now, first = _beginning(recipe, job, job.model.theta0().to(device)), 0
     stored = record.restore()
     if stored is not None:
         first, tensors = stored
         tensors = {name: vector.to(device) for name, vector in tensors.items()}
-        s = like(s, {name.removeprefix("s."): v for name, v in tensors.items() if name.startswith("s.")})
-        engine.memory.update(_memory(dry.memory, tensors))
+        now = like(now, tensors)
+        engine.memory.update(_memory(plan.dry.memory, tensors))
     record.rewind(first)
     spent = Ledger()  # the record's may know already of rounds that are done again
+    spent.announce({t: rate for t, rate in record.ledger.announced.items() if t < first})
     spent.post(receipt for receipt in record.ledger if receipt.t < first)
-    test = None if job.federation.test is None else {name: c.to(device) for name, c in job.federation.test.items()}
     since, cost = time.monotonic(), 0.0
-    for t in range(first, recipe.rounds):
-        began = time.monotonic()
-        cohort = job.federation.cohort(recipe.seed, t, recipe.cohort)
-        plan = planned_receipts(job, t, cohort, dry)
-        record.charge(plan)
-        spent.post(plan)
-        scale = schedule_scale(recipe.schedule, t, recipe.rounds, recipe.warmup)
-        shrinkage = sum(weight**2 for weight in client_weights(job, cohort))
-        participation = len(cohort) / len(job.federation.clients)
-        now = Round(t, scale, recipe.local_steps, layout, shrinkage, participation)
-        bytes_down = num_bytes(s)
-        upload, receipts = engine.train(now, s, cohort)
-        if sorted(receipts) != plan:
-            raise RuntimeError(f"round {t}: the engine spent other events than were charged; nothing of it is released")
-        s = algorithm.server_step(s, own_upload(upload), now)
-        if not bool(s.theta.isfinite().all()):
+    for t in range(first, plan.num_rounds):
+        began, last, cohort = time.monotonic(), t == plan.num_rounds - 1, plan.cohorts[t]
+        receipts, coin = planned_receipts(recipe, job, t, cohort, plan.dry), coins(recipe, job, t)
+        record.charge(receipts, coin)
+        spent.announce(coin)
+        spent.post(receipts)
+        row: Row = {"t": t, "clients": len(cohort), "bytes_down": num_bytes(now.s), "bytes_up": 0}
+        if cohort or job.mechanism.unit == "client":
+            announced = _announced(recipe, job, t, now, cohort)
+            now, upload = _step(engine, job, now, announced, cohort, receipts)
+            row["bytes_up"] = num_bytes(own_upload(upload))
+            if recipe.diagnostics:
+                noise_var = noise_variance(job, cohort, announced.clip)
+                row["diagnostics"] = columns(recipe.algorithm, now.s, upload, announced, noise_var)
+        if not bool(now.s.theta.isfinite().all()):
             raise InputError(
                 f"algorithm.lr: the parameters became NaN or Inf in round {t}; the learning rate is too large. Lower it and "
                 f"start again. The rows until then are in {record.path}."
             )
-        row: Row = {"t": t, "clients": len(cohort), "bytes_down": bytes_down, "bytes_up": num_bytes(own_upload(upload))}
-        if recipe.diagnostics:
-            noise_var = noise_variance(job, cohort)
-            row["diagnostics"] = columns(algorithm, s, upload, now, noise_var)
-        if (t + 1) % recipe.evaluate_every == 0 or t == recipe.rounds - 1:
-            if test is not None:
-                row |= job.model.evaluate(s.theta, test, job.federation.test_clients)
+        now = now._replace(average=_averaged(recipe, now, t, plan.num_rounds))
+        if (t + 1) % recipe.evaluate_every == 0 or last:
+            row |= _judged(recipe, job, now)
             row["epsilon"] = spent.epsilon(recipe.delta)
+        if last and plan.ending:
+            row["ended_by"] = plan.ending
         row["seconds"] = round(time.monotonic() - began, 4)
         record.append(row)
-        if t == recipe.rounds - 1 or time.monotonic() - since > 20 * cost:
+        if last or time.monotonic() - since > 20 * cost:
             since = time.monotonic()
-            state = {f"s.{name}": vector for name, vector in named(s)}
-            record.checkpoint(state | memory_tensors(engine.memory), t + 1)
+            record.checkpoint(dict(leaves(now)) | memory_tensors(engine.memory), t + 1)
             cost = time.monotonic() - since
         yield row
     if not record.finished:
-        record.save_model(job.model.layout.views(s.theta))
+        record.save_model(job.model.layout.views(_published(now)))
 
 
-def noise_variance(job: Job, cohort: list[int]) -> float:
+def _beginning(recipe: Recipe, job: Job, theta: Tensor) -> Standing:
+    s = job.algorithm.server_init(theta, job.model.layout)
+    clip = [job.mechanism.clip] if job.mechanism.clipping == "adaptive" else []
+    return Standing(s, torch.tensor(clip, dtype=torch.float64), no_moment(theta[:0] if recipe.average == "none" else theta))
+
+
+def _announced(recipe: Recipe, job: Job, t: int, now: Standing, cohort: list[int]) -> Round:
+    """Round ``t`` as everybody sees it: where clients are the unit, without a trace of who takes part."""
+    by_client = job.mechanism.unit == "client"
+    weights = [1 / recipe.cohort] * recipe.cohort if by_client else client_weights(job, cohort)
+    scale = schedule_scale(recipe.schedule, t, recipe.rounds, recipe.warmup)
+    share, shrinkage = len(weights) / len(job.federation.clients), sum(weight**2 for weight in weights)
+    clip = float(now.clip) if len(now.clip) else None
+    announced = Round(t, scale, recipe.local_steps, job.model.layout, shrinkage, share, clip)
+    return replace(announced, public=public_fields(job.algorithm, announced)) if by_client else announced
+
+
+def _step(engine: Engine, job: Job, now: Standing, t: Round, cohort: list[int], plan: list[Receipt]) -> tuple[Standing, Tree]:
+    """What stands after the round, and the mean of what was uploaded."""
+    by_client = job.mechanism.unit == "client"
+    upload: Tree = None
+    receipts = list[Receipt]()
+    if cohort:
+        upload, receipts = engine.train(t, now.s, cohort)
+    if sorted(receipts) != ([Receipt(i, t.index, Counter()) for i in cohort] if by_client else plan):
+        raise RuntimeError(f"round {t.index}: the engine spent other events than were charged; nothing of it is released")
+    if by_client:
+        upload = _noised(job, now.s, t, upload)
+    clip = now.clip
+    if isinstance(job.mechanism, Gaussian) and t.clip is not None:
+        upload, within = upload
+        clip = torch.full_like(clip, next_clip(t.clip, float(within) + 0.5, job.mechanism.quantile))
+    return now._replace(s=job.algorithm.server_step(now.s, upload, t), clip=clip), upload
+
+
+def _noised(job: Job, s: Tree, t: Round, total: Tree) -> Tree:
+    """A cohort's sum of clipped uploads with the server's noise; where nobody came, the noise alone."""
+    blank = blank_upload(job.algorithm, s, t)
+    if t.clip is not None:
+        blank = Counted(blank, s.theta.new_zeros(1))
+    everybodys = {name for name, _ in leaves(blank)} & {f"upload.{name}" if t.clip is not None else name for name in t.public}
+    sums = dict(leaves(total)) or {name: torch.zeros_like(field) for name, field in leaves(blank)}
+    private = {name: field for name, field in sums.items() if name not in everybodys}
+    random = generator(job.seed, "server noise", t.index, device=s.theta.device)
+    return like(blank, dict(leaves(blank)) | noised_upload(private, job.mechanism, t.clip, job.cohort, random))
+
+
+def noise_variance(job: Job, cohort: list[int], clip: float | None = None) -> float:
     """Phi = (sigma C / B)^2 of a client's gradient, the mean over the cohort."""
-    mechanism, sizes = job.mechanism, [expected_size(job.mechanism, job.federation.sizes[i]) for i in cohort]
-    if not mechanism.sigma:
+    mechanism = job.mechanism
+    if mechanism.unit == "client" or not mechanism.sigma:
         return 0.0
-    share = len(cohort) if mechanism.noise == "distributed" else 1
-    return fmean((mechanism.sigma * mechanism.clip / size) ** 2 / share for size in sizes)
+    share = math.sqrt(len(cohort)) if mechanism.noise == "distributed" else 1.0
+    std = calibrated_sigma(mechanism) * reach(mechanism.clipping, mechanism.clip if clip is None else clip) / share
+    return fmean(
+        ((job.factors[i] if job.factors else 1.0) * std / expected_size(mechanism, job.federation.sizes[i])) ** 2
+        for i in cohort
+    )
+
+
+def _averaged(recipe: Recipe, now: Standing, t: int, num_rounds: int) -> Moment:
+    """The average of the published models, with the newest one in it."""
+    if recipe.average == "tail" and t >= num_rounds // 2:
+        return Moment(now.average.value + now.s.theta, now.average.weight + 1)
+    return push(now.average, now.s.theta, recipe.average_decay) if recipe.average == "ema" else now.average
+
+
+def _published(now: Standing) -> Tensor:
+    """The average; the last model while there is none."""
+    return now.average.mean if float(now.average.weight) else now.s.theta
+
+
+def _judged(recipe: Recipe, job: Job, now: Standing) -> Row:
+    """The published model on the test records; beside an average, the last model, too."""
+    if job.federation.test is None:
+        return {}
+    judged: Row = job.model.evaluate(_published(now), job.federation.test, job.federation.test_clients)
+    if recipe.average == "none":
+        return judged
+    last = job.model.evaluate(now.s.theta, job.federation.test, job.federation.test_clients)
+    model = recipe.average if float(now.average.weight) else "last"
+    return {**judged, "model": model, **{f"last_{name}": value for name, value in last.items()}}
 
 
 def _memory(structure: Tree, tensors: dict[str, Tensor]) -> dict[int, Tree]:

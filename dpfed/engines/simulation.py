@@ -5,22 +5,28 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from dpfed import data
-from dpfed.algorithm import Algorithm, Round, Tree, client_round, leaves, rows, tree_map, weighted_sum
+from dpfed.algorithm import Algorithm, Counted, Round, Tree, client_round, leaves, like, rows, tree_map, weighted_sum
 from dpfed.data import Federation
 from dpfed.errors import InputError
 from dpfed.flat import FlatModel
+from dpfed.keyed import fold
 from dpfed.ledger import Event, Receipt
-from dpfed.privacy import Mechanism, Part, PrivateGradient, events, expected_size, protection
+from dpfed.mechanism import Mechanism, events, expected_size, protection
+from dpfed.privacy import Part, PrivateGradient, clipped_upload
 
 
 class Job(NamedTuple):
-    """All that clients need to know of a run besides the server's state."""
+    """All that clients need to know of a run besides the server's state.
+
+    ``factors``: what sigma is multiplied by for every client of the federation; none: 1. ``cohort``: the expected size of a
+    cohort, by which uploads are divided where clients are the unit.
+    """
 
     model: FlatModel
     federation: Federation
@@ -28,6 +34,8 @@ class Job(NamedTuple):
     mechanism: Mechanism
     seed: int
     weighting: Literal["uniform", "examples"] = "uniform"
+    factors: tuple[float, ...] = ()
+    cohort: int = 1
 
 
 class Engine(Protocol):
@@ -108,7 +116,9 @@ class SimulationEngine:
 
 
 def client_weights(job: Job, cohort: list[int]) -> list[float]:
-    """Public weights of a cohort's uploads; they sum to one."""
+    """Public weights of a cohort's uploads. They sum to one; where clients are the unit, in the mean over secret cohorts."""
+    if job.mechanism.unit == "client":
+        return [1 / job.cohort] * len(cohort)
     sizes = [job.federation.sizes[i] if job.weighting == "examples" else 1 for i in cohort]
     return [size / sum(sizes) for size in sizes]
 
@@ -117,7 +127,8 @@ def protections(job: Job, cohort: list[int]) -> dict[int, float]:
     """What protects a record of each client of a cohort, as a multiple of sigma: public, and known before they train."""
     sizes = [expected_size(job.mechanism, job.federation.sizes[i]) for i in cohort]
     factors = protection(job.mechanism, list(zip(client_weights(job, cohort), sizes, strict=True)))
-    return dict(zip(cohort, factors, strict=True))
+    own = [job.factors[i] if job.factors else 1.0 for i in cohort]
+    return {i: factor * mine for i, factor, mine in zip(cohort, factors, own, strict=True)}
 
 
 def train_clients(
@@ -135,26 +146,43 @@ def train_clients(
     num_examples = [job.federation.sizes[i] for i in clients]
     sizes = torch.tensor([[expected_size(job.mechanism, n)] for n in num_examples], device=device, dtype=s.theta.dtype)
     gradients: list[PrivateGradient] = []
+    own = torch.tensor([[job.factors[i]] for i in clients], device=device, dtype=s.theta.dtype) if job.factors else 1.0
 
     def gradient(k: int) -> PrivateGradient:
         def batch(draw: int) -> list[Part]:
             return _batch(job, clients, t.index, k, draw, records_at_once)
 
-        def noise(draw: int, query: int) -> Tensor:
+        def noise(total: Tensor, std: Tensor | float, draw: int, query: int) -> Tensor:
             keys = [(t.index, i, k, draw, query) for i in clients]
             draws = [data.generator(job.seed, "noise", *numbers, device=device) for numbers in keys]
-            return torch.stack([torch.randn(s.theta.shape, generator=g, dtype=s.theta.dtype, device=device) for g in draws])
+            normal = [torch.randn(total.shape[1:], generator=g, dtype=total.dtype, device=device) for g in draws]
+            return total + std * torch.stack(normal)
 
-        gradients.append(PrivateGradient(job.model.loss, batch, noise, sizes, job.mechanism, len(cohort)))
+        setting: dict[str, Any] = {"clip": t.clip, "factors": own, "tensors": job.model.layout.sizes}
+        gradients.append(PrivateGradient(job.model.loss, batch, noise, sizes, job.mechanism, len(cohort), **setting))
         return gradients[-1]
 
     uploads, new_memory = client_round(job.algorithm, s, _stack(clients, memory), gradient, t)
+    if job.mechanism.unit == "client":
+        uploads = _bounded(job.mechanism, uploads, t, len(clients))
+    elif job.mechanism.clipping == "adaptive":
+        num_calls = sum(sum(step.queries.values()) for step in gradients)
+        uploads = Counted(uploads, torch.stack([step.within for step in gradients]).sum(0) / num_calls)
     receipts, factors = [Receipt(i, t.index, Counter[Event]()) for i in clients], protections(job, cohort)
     for receipt, n in zip(receipts, num_examples, strict=True):
         for step in gradients:
             receipt.events.update(events(job.mechanism, n, step.queries, factors[receipt.client]))
     kept = {} if new_memory is None else dict(zip(clients, rows(new_memory, len(clients)), strict=True))
     return rows(uploads, len(clients)), kept, receipts
+
+
+def _bounded(mechanism: Mechanism, uploads: Tree, t: Round, num_clients: int) -> Tree:
+    """The uploads of a matrix of clients, with all fields of one that depend on data clipped as one vector."""
+    fields = {name: field.expand(num_clients, field.shape[-1]) for name, field in leaves(uploads)}
+    private = {name: field for name, field in fields.items() if name not in t.public}
+    clipped, within = clipped_upload(private, mechanism.clip if t.clip is None else t.clip, mechanism.clipping)
+    bounded = like(uploads, fields | clipped)
+    return Counted(bounded, within) if mechanism.clipping == "adaptive" else bounded
 
 
 def chunk_width(batch_size: int) -> int:
@@ -183,12 +211,15 @@ def _batch(job: Job, clients: list[int], t: int, k: int, draw: int, records_at_o
     further = 4 * math.ceil(math.sqrt(mechanism.batch_size) / 2)
     most = max(len(chosen) for chosen in drawn)
     num_columns = width + further * max(0, math.ceil((most - width) / further))
-    index = torch.zeros(len(clients), num_columns, dtype=torch.long)
+    index, keys = torch.zeros(2, len(clients), num_columns, dtype=torch.long)
     mask = torch.zeros(len(clients), num_columns, dtype=torch.bool)
     for row, (i, chosen) in enumerate(zip(clients, drawn, strict=True)):
         index[row] = federation.clients[i][0]
         index[row, : len(chosen)] = federation.clients[i][chosen]
         mask[row, : len(chosen)] = True
+        if job.model.needs_key:
+            own = torch.tensor(data.key(job.seed, "record", t, i, k, draw))
+            keys[row, : len(chosen)] = fold(own, chosen)
     parts: list[Part] = []
     device = federation.records["y"].device
     start = 0
@@ -197,9 +228,11 @@ def _batch(job: Job, clients: list[int], t: int, k: int, draw: int, records_at_o
         for low in range(start, end, records_at_once or end):
             columns = slice(low, min(low + (records_at_once or end), end))
             some = None if start == 0 else mask[:, start].nonzero().squeeze(1)
-            here, valid = (index, mask) if some is None else (index[some], mask[some])
+            here, valid, own = (index, mask, keys) if some is None else (index[some], mask[some], keys[some])
             chosen = here[:, columns].to(device)
             examples = {name: column[chosen] for name, column in federation.records.items()}
+            if job.model.needs_key:
+                examples["key"] = own[:, columns].to(device)
             parts.append(Part(examples, valid[:, columns].to(device), None if some is None else some.to(device)))
         start = end
     return parts

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from dpfed.augment import pad_crop_flip
 from dpfed.data import Federation, dirichlet, generator
 from dpfed.flat import FlatModel, Records
 from dpfed.metrics import needs_shares
@@ -24,6 +25,7 @@ class FashionMini:
         alpha: how unlike their label proportions are: 0.1 very, 100 hardly.
         model: a softmax regression, or one hidden layer.
         hidden: width of the hidden layer.
+        pad: train on pictures that are moved by up to so many pixels and mirrored, afresh each time; 0 is as they are.
         metrics: what the rows say about the test pictures: accuracy, macro_accuracy, matthews, worst_client_accuracy.
     """
 
@@ -31,6 +33,7 @@ class FashionMini:
     alpha: float = 0.3
     model: Literal["linear", "mlp"] = "linear"
     hidden: int = 64
+    pad: int = 0
     metrics: tuple[str, ...] = ("accuracy",)
 
     def build(self, seed: int) -> tuple[FlatModel, Federation]:
@@ -44,7 +47,9 @@ class FashionMini:
         else:
             module = nn.Sequential(nn.Linear(pixels, self.hidden), nn.Tanh(), nn.Linear(self.hidden, 10))
         start(module, seed)
-        return FlatModel(module, metrics=self.metrics), federation.deal_test(seed) if needs_shares(self.metrics) else federation
+        augment = pad_crop_flip(self.pad, shape=(1, 14, 14)) if self.pad else None
+        judged = federation.deal_test(seed) if needs_shares(self.metrics) else federation
+        return FlatModel(module, augment=augment, metrics=self.metrics), judged
 
 
 def start(module: nn.Module, seed: int) -> None:

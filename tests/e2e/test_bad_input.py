@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from dpfed import (
+    AsReleased,
     FedAvg,
     FedAvgLS,
     Federation,
@@ -26,6 +27,7 @@ from dpfed import (
     dirichlet,
     from_clients,
     iid,
+    pad_crop_flip,
     run,
     shards,
 )
@@ -85,7 +87,41 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "sigma": (lambda: Gaussian(sigma=math.nan), ["sigma", "nan"]),
     "no clipping under noise": (lambda: Gaussian(sigma=1.0, clip=math.inf), ["clip", "inf"]),
     "batch": (lambda: Plain(batch_size=0), ["batch_size", "0"]),
+    "a misspelt clipping": (lambda: private(clipping="blok"), ["mechanism.clipping", "'adaptive'"]),
+    "variants that are alike": (lambda: private(augmentations=2), ["mechanism.augmentations", "augment"]),
+    "no variant": (lambda: private(augmentations=0), ["augmentations", "0"]),
+    "quantile": (lambda: private(quantile=1.0), ["quantile", "1.0", "median"]),
+    "automatic to no norm": (lambda: Gaussian(sigma=0.0, clip=math.inf, clipping="automatic"), ["clip", "inf", "'flat'"]),
+    "each without a target": (lambda: private(calibration="each"), ["calibration", "epsilon"]),
+    "each in a shared sum": (
+        lambda: Gaussian(epsilon=1.0, calibration="each", noise="distributed"),
+        ["calibration", "local noise"],
+    ),
+    "clients in a shared sum": (lambda: private(unit="client", noise="distributed"), ["unit", "'local'"]),
+    "clients by tensor": (lambda: private(unit="client", clipping="block"), ["unit", "'block'"]),
+    "clients by size": (lambda: replace(private(unit="client"), weighting="examples"), ["weighting", "uniform"]),
+    "clients with a limit": (lambda: replace(private(unit="client"), max_participations=9), ["max_participations", "secret"]),
+    "coins with a limit": (lambda: recipe(cohort_sampling="poisson", max_participations=9), ["max_participations", "secret"]),
+    "limit": (lambda: recipe(max_participations=0), ["max_participations", "0"]),
+    "budget": (lambda: recipe(budget=0.0), ["budget", "0.0"]),
+    "average": (lambda: recipe(average_decay=1.0), ["average_decay", "0.9"]),
+    "released without a clip": (lambda: AsReleased(clip=math.inf), ["clip", "inf"]),
+    "a column of keys": (lambda: keyed(), ["'key'", "random key"]),
+    "moved too far": (lambda: moved(), ["pad", "(2, 2)", "5"]),
 }
+
+
+def private(**fields: Any) -> Recipe:
+    return replace(recipe(), mechanism=Gaussian(sigma=1.0, batch_size=4, **fields))
+
+
+def keyed() -> Recipe:
+    return replace(recipe(), task=Task(nn.Linear(4, 3), iid({"x": X, "y": Y, "key": Y}, num_clients=4)))
+
+
+def moved() -> Recipe:
+    module, pool = nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), iid((X.view(-1, 1, 2, 2), Y), num_clients=4)
+    return replace(recipe(), task=Task(module, pool, augment=pad_crop_flip(5)))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -23,10 +23,11 @@ from dpfed.algorithm import Algorithm, Delta, Gradient, Round, Tree, Weights, cl
 from dpfed.catalogue import named_recipe
 from dpfed.engines.simulation import Job, train_clients
 from dpfed.flat import FlatModel, Layout, Part
+from dpfed.forecast import DryGradient
 from dpfed.ledger import Receipt
 from dpfed.recipe import from_json, to_json
 from dpfed.record import RunRecord
-from dpfed.rounds import DryGradient, begin, dry_round, planned_events, run
+from dpfed.rounds import begin, dry_round, planned_events, run
 
 LR = 0.05
 PRIVATE = Gaussian(sigma=0.8, clip=0.5, batch_size=5)
