@@ -35,10 +35,11 @@ from dpfed.algorithms import (
     Scaffold,
 )
 from dpfed.augment import pad_crop_flip
-from dpfed.data import Federation, Footprint, by_user, dirichlet, from_clients, iid, shards
+from dpfed.data import Federation, Footprint, by_user, dirichlet, from_clients, iid, quantity_skew, shards
 from dpfed.engines.simulation import Simulation
 from dpfed.errors import InputError
 from dpfed.flat import FlatModel, Layout
+from dpfed.holdings import federation_figure
 from dpfed.ledger import Event, Ledger, Receipt, calibrate, epsilon
 from dpfed.mechanism import AsReleased, Gaussian, Plain
 from dpfed.recipe import Recipe
@@ -87,10 +88,12 @@ __all__ = [
     "calibrate",
     "dirichlet",
     "epsilon",
+    "federation_figure",
     "figure",
     "from_clients",
     "iid",
     "pad_crop_flip",
+    "quantity_skew",
     "run",
     "shards",
     "table_text",

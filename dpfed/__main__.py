@@ -24,13 +24,14 @@ HELP = {
     "run quickstart": "compare three private methods on real pictures, in about a minute",
     "run quickstart --rounds 5": "change any field of the recipe; --help behind it shows all of them",
     "run fashion/DP-FedAdamW --algorithm.gamma 0.25 --mechanism.epsilon 3 --engine.device cuda": "any method on any task",
+    "data RECIPE": "who holds what: a table and a picture",
     "resume RUN": "go on where a run was stopped or killed",
     "report RUN [RUN ...]": "the table, the figure and the privacy statement of runs",
     "report RUN --diagnostics": "drift, moments and noise, of a run made with --diagnostics",
     "ledger RUN": "what the run has cost every client, and what that means; or a client's own store, a file",
     "calibrate --epsilon 3 --num-examples 1000 --batch-size 16 --steps 2000": "the noise that a budget needs",
     "calibrate --epsilon 3 --num-examples 1000 --sigma 1 --find steps": "or the steps, batch-size or participation",
-    "list": "the recipes, tasks, algorithms and mechanisms",
+    "list": "the recipes, tasks, data sets, algorithms and mechanisms",
     "published dp-fedadamw swin-base": "what the papers state of a method, a data set, a model, and what not",
 }
 
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if argv is None else argv)
     commands = {
         "run": _run,
+        "data": _data,
         "resume": _resume,
         "report": _report,
         "ledger": _ledger,
@@ -95,6 +97,23 @@ def _run(words: list[str]) -> None:
     folder = Path(out) if out else free_folder(name.replace("/", "-"))
     paths = [folder / recipe.name if len(recipes) > 1 else folder for recipe in recipes]
     _train([begin(recipe, path) for recipe, path in zip(recipes, paths, strict=True)], folder)
+
+
+def _data(words: list[str]) -> None:
+    from dpfed import catalogue
+    from dpfed.holdings import federation_figure
+
+    console = Console(highlight=False)
+    if not words or words[0].startswith("-"):
+        console.print("usage: [cyan]dpfed data RECIPE [--figure FILE] [--FIELD VALUE ...][/cyan]\n\nShows who holds what.")
+        return
+    name, *words = words
+    path, words = _option(words, "--figure")
+    recipe = override(catalogue.recipes(name), words, f"dpfed data {name}")[0]
+    _, federation = recipe.task.build(recipe.seed)
+    console.print(federation.table(), soft_wrap=True)
+    figure = federation_figure(federation, path or name.replace("/", "-") + "-data.png")
+    console.print(f"Figure   {figure}")
 
 
 def _resume(words: list[str]) -> None:
@@ -297,9 +316,10 @@ def _published(words: list[str]) -> None:
 def _list(words: list[str]) -> None:
     from dpfed import algorithms, catalogue
     from dpfed.mechanism import AsReleased, Gaussian, Plain
+    from dpfed.tasks.folders import data_root
 
     def show() -> None:
-        """The recipes, tasks, algorithms and mechanisms."""
+        """The recipes, tasks, data sets, algorithms and mechanisms."""
         sections = {
             "Recipes  (dpfed run RECIPE)": [
                 ("quickstart", catalogue.quickstart.__doc__ or ""),
@@ -310,6 +330,10 @@ def _list(words: list[str]) -> None:
                 ),
             ],
             "Tasks": [(name, _summary(sys.modules[kind.__module__])) for name, kind in catalogue.TASKS.items()],
+            f"Data sets  (under {data_root()}; DPFED_DATA names another folder)": [
+                (data_set.name, "there" if data_set.is_there() else f"not there; from {data_set.source}")
+                for data_set in catalogue.DATA_SETS
+            ],
             "Algorithms": [(name, _summary(sys.modules[getattr(algorithms, name).__module__])) for name in algorithms.__all__],
             "Mechanisms": [(kind.__name__, _summary(kind)) for kind in (Gaussian, Plain, AsReleased)],
         }

@@ -10,8 +10,12 @@ from dpfed.errors import InputError
 from dpfed.mechanism import AsReleased, Gaussian, Plain
 from dpfed.recipe import Recipe
 from dpfed.tasks import Citation, FashionMini
+from dpfed.tasks.graphs import ARXIV
+from dpfed.tasks.images import CIFAR10, CIFAR100, FASHION_MNIST, TINY_IMAGENET
+from dpfed.tasks.text import GLUE
 
 TASKS: dict[str, Callable[[], Any]] = {"fashion": FashionMini, "citation": Citation}
+DATA_SETS = (CIFAR10, CIFAR100, TINY_IMAGENET, FASHION_MNIST, ARXIV, *(task.data_set for task in GLUE.values()))
 
 # Learning rates for the packaged task: the best of two or three tried, at epsilon 3 and without privacy.
 FEDERATED = {

@@ -7,19 +7,26 @@ agree, a client's batches do not depend on who else trains, and resuming equals 
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 
+from dpfed import dealing
+from dpfed.columns import Source, as_records, check_columns
 from dpfed.errors import InputError
 from dpfed.flat import Records
 
 Sampling = Literal["poisson", "fixed"]
-Source = Any  # (x, y), a dict of columns, or a map-style data set of (x, y) pairs
+Sizes = Literal["equal", "natural"]
 
 
 def key(seed: int, purpose: str, *numbers: int) -> int:
@@ -67,6 +74,7 @@ RECORD = Footprint()
 class Federation:
     """The records of all clients as one pool of columns, and for every client the rows that are its own.
 
+    ``test_clients``: for every client the rows of the test records by which it is judged; `deal_test` makes them.
     ``footprint``: of what the guarantee protects, by default a record; ``Footprint(owned=5)`` is people with up to 5 records.
 
     >>> x, y = torch.zeros(6, 2), torch.tensor([0, 0, 1, 1, 2, 2])
@@ -77,14 +85,15 @@ class Federation:
     records: Records
     clients: tuple[Tensor, ...]
     test: Records | None = None
+    test_clients: tuple[Tensor, ...] | None = None
     footprint: Footprint = RECORD
 
     def __post_init__(self) -> None:
         if self.footprint.owned < 0 or self.footprint.readers < 0 or sum(self.footprint) < 1:
             raise InputError(f"footprint: needs counts, 0 or above, and one of them above 0; got {self.footprint}.")
-        num_records = _check_columns("records", self.records)
+        num_records = check_columns("records", self.records)
         if self.test is not None:
-            _check_columns("test", self.test)
+            check_columns("test", self.test)
             if set(self.test) != set(self.records):
                 raise InputError(f"test: has the columns {sorted(self.test)}, the records {sorted(self.records)}.")
         if not self.clients:
@@ -104,6 +113,17 @@ class Federation:
                     "give every record to exactly one client, once."
                 )
             owner[rows] = i
+        if self.test_clients is not None:
+            self._check_shares(self.test_clients)
+
+    def _check_shares(self, shares: tuple[Tensor, ...]) -> None:
+        num_test = 0 if self.test is None else len(self.test["y"])
+        inside = all(int(rows.min()) >= 0 and int(rows.max()) < num_test for rows in shares if rows.numel())
+        if len(shares) != len(self.clients) or not inside or not any(rows.numel() for rows in shares):
+            raise InputError(
+                f"test_clients: must give each of the {len(self.clients)} clients rows of the {num_test} test records. "
+                "federation.deal_test() does."
+            )
 
     def __repr__(self) -> str:
         low, high = min(self.sizes), max(self.sizes)
@@ -117,7 +137,7 @@ class Federation:
         """The same federation with its records on a device; who owns what stays on the CPU."""
         moved = {name: column.to(device) for name, column in self.records.items()}
         copy = object.__new__(Federation)  # nothing changed that would have to be checked again
-        for name, value in {**vars(self), "records": moved}.items():
+        for name, value in (vars(self) | {"records": moved}).items():
             object.__setattr__(copy, name, value)
         return copy
 
@@ -133,26 +153,78 @@ class Federation:
         order: list[int] = torch.randperm(num_clients, generator=coins).tolist()
         return sorted([i for i in order if i not in without][:size])
 
+    def deal_test(self, seed: int = 0) -> Federation:
+        """The same federation with a part of the test records for every client: each label in the proportions in which the
+        clients hold it. No test record belongs to two; a client that holds little may get none."""
+        if self.test is None or self._labels() is None or self.test["y"].dim() != 1:
+            raise InputError("test: dealing it needs test records with one whole number as label. Give the federation some.")
+        clients = [rows.numpy() for rows in self.clients]
+        labels, test_labels = self.records["y"].cpu().numpy(), self.test["y"].cpu().numpy()
+        shares = dealing.matching_labels(labels, clients, test_labels, _random(seed, "test"))
+        return replace(self, test_clients=tuple(map(torch.from_numpy, shares)))
 
-def from_clients(clients: Sequence[Source], test: Source | None = None, *, equal_records: bool = False) -> Federation:
-    """A federation from one data set per client.
+    def label_counts(self) -> Tensor | None:
+        """``[clients, labels]``: how many records of which label (of those that occur) each holds; None without labels."""
+        labels = self._labels()
+        if labels is None:
+            return None
+        num_labels = int(labels.max()) + 1
+        return torch.stack([torch.bincount(labels[rows], minlength=num_labels) for rows in self.clients])
+
+    def _labels(self) -> Tensor | None:
+        """Every record's label as its place among the labels that occur."""
+        y = self.records["y"].cpu()
+        return None if y.dim() != 1 or y.is_floating_point() else y.unique(return_inverse=True)[1]
+
+    def table(self, at_most: int = 20) -> str:
+        """Who holds what, as text: a line for each of the first clients, and one for all."""
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+        for heading in ("client", "records", "test", "labels"):
+            table.add_column(heading, justify="right")
+        table.add_column("most")
+        found = self.label_counts()
+        counts = torch.zeros(len(self.clients), 0, dtype=torch.long) if found is None else found
+        names = [] if found is None else self.records["y"].unique().tolist()
+        tests = ["-"] * len(self.clients) if self.test_clients is None else [str(len(rows)) for rows in self.test_clients]
+        for i, size in enumerate(self.sizes[:at_most]):
+            top = counts[i].sort(descending=True, stable=True).indices[:4].tolist()
+            most = "  ".join(f"{names[c]}: {counts[i, c] / size:.0%}" for c in top if counts[i, c])
+            table.add_row(str(i), f"{size:,}", tests[i], str(int((counts[i] > 0).sum())) if names else "-", most)
+        if len(self.clients) > at_most:
+            table.add_row("...", "", "", "", f"and {len(self.clients) - at_most} more")
+        page = Console(file=io.StringIO(), width=100, color_system=None, legacy_windows=False)
+        page.print(table)
+        lines = [line.rstrip() for line in cast(io.StringIO, page.file).getvalue().splitlines() if line.strip()]
+        sizes = sorted(self.sizes)
+        lines.append(
+            f"{len(sizes)} clients, {sum(sizes):,} records: {sizes[0]:,} to {sizes[-1]:,} each, median {median(sizes):,.0f}"
+            + (f"; {len(names)} labels" if names else "")
+            + (f"; {len(self.test['y']):,} test records" if self.test is not None else "")
+        )
+        return "\n".join(lines)
+
+
+def from_clients(
+    clients: Sequence[Source],
+    test: Source | None = None,
+    *,
+    equal_records: bool = False,
+    client_tests: Sequence[Source] | None = None,
+) -> Federation:
+    """A federation from one data set per client; ``client_tests``: a test of its own for every client, instead of ``test``.
 
     A record whose content stands at two clients is refused, because its guarantee would be spent twice;
     ``equal_records=True`` says that equal contents are different records (two people who wrote the same sentence).
     """
-    columns = [as_records(f"clients[{i}]", source) for i, source in enumerate(clients)]
-    if not columns:
-        raise InputError("clients: the federation has no clients. Give at least one.")
-    for i, records in enumerate(columns):
-        unlike = [n for n in columns[0] if n not in records or records[n].shape[1:] != columns[0][n].shape[1:]]
-        if unlike or set(records) != set(columns[0]):
-            raise InputError(f"clients[{i}]: its columns differ from those of clients[0]. Bring all to the same shapes.")
+    columns = _alike("clients", clients)
     if not equal_records:
         _refuse_shared(columns)
-    ends = np.cumsum([len(records["y"]) for records in columns])
-    pool = {name: torch.cat([records[name] for records in columns]) for name in columns[0]}
-    rows = tuple(torch.arange(end - len(r["y"]), end) for end, r in zip(ends.tolist(), columns, strict=True))
-    return Federation(pool, rows, _maybe_test(test))
+    pool, rows = _pooled(columns)
+    if client_tests is None:
+        return Federation(pool, rows, _maybe_test(test))
+    if test is not None or len(client_tests) != len(clients):
+        raise InputError(f"client_tests: give one for each of the {len(clients)} clients and no test beside them.")
+    return Federation(pool, rows, *_pooled(_alike("client_tests", client_tests)))
 
 
 def iid(source: Source, num_clients: int, *, seed: int = 0, test: Source | None = None) -> Federation:
@@ -163,35 +235,63 @@ def iid(source: Source, num_clients: int, *, seed: int = 0, test: Source | None 
     return Federation(records, tuple(part.sort().values for part in order.tensor_split(num_clients)), _maybe_test(test))
 
 
-def dirichlet(source: Source, num_clients: int, *, alpha: float, seed: int = 0, test: Source | None = None) -> Federation:
-    """Clients of equal size whose label proportions are drawn from Dirichlet(alpha); the smaller alpha, the more unlike.
+def dirichlet(
+    source: Source,
+    num_clients: int,
+    *,
+    alpha: float,
+    sizes: Sizes = "equal",
+    smallest: int = 1,
+    seed: int = 0,
+    test: Source | None = None,
+) -> Federation:
+    """Clients whose labels are drawn from Dirichlet(alpha): 0.1 is very uneven, 100 nearly even, inf even.
 
-    Every record goes to one client only: when a label has run out, a client takes its other labels instead (in the
-    proportions it wanted), so the last clients of a very small alpha are more mixed than their draw.
+    ``sizes="equal"``: the label proportions of every client are a draw, its size is not. Every record goes to one client only:
+    when a label has run out, a client takes its other labels instead (in the proportions it wanted), so the last clients of a
+    very small alpha are more mixed than their draw.
+    ``sizes="natural"``: the shares of every label are a draw over the clients, so sizes are as uneven as labels; clients below
+    ``smallest`` are then given records of the largest.
     """
     records = as_records("records", source)
-    labels = records["y"].numpy()
-    _check_clients(num_clients, len(labels))
+    labels = records["y"].cpu().numpy()
+    if labels.ndim != 1:
+        raise InputError(f"y: dealing by label needs one label per record, got shape {labels.shape}. Use iid or by_user.")
+    _check_clients(num_clients * smallest if sizes == "natural" else num_clients, len(labels), num_clients)
     if not alpha > 0:
         raise InputError(f"alpha: must be above 0 (0.1 is very uneven, 100 nearly even), got {alpha}.")
-    random = np.random.Generator(np.random.Philox(key=key(seed, "dirichlet")))
-    classes, label_of = np.unique(labels, return_inverse=True)
-    pools = [random.permutation(np.flatnonzero(label_of == c)) for c in range(len(classes))]
-    left = np.array([len(pool) for pool in pools])
-    sizes = [len(part) for part in np.array_split(np.arange(len(labels)), num_clients)]
-    rows: list[Tensor] = []
-    for size in sizes:
-        wanted = random.dirichlet(np.full(len(classes), alpha)) if alpha < 1e6 else np.full(len(classes), 1.0)
-        take = np.zeros(len(classes), dtype=int)
-        while (missing := size - take.sum()) > 0:
-            room = left - take
-            weights = np.where(room > 0, wanted, 0.0)
-            weights = weights if weights.sum() > 1e-12 else room.astype(float)
-            take += np.minimum(random.multinomial(missing, weights / weights.sum()), room)
-        mine = [pool[n - k : n] for pool, n, k in zip(pools, left, take, strict=True)]
-        left = left - take
-        rows.append(torch.from_numpy(np.sort(np.concatenate(mine))))
-    return Federation(records, tuple(rows), _maybe_test(test))
+    if sizes not in ("equal", "natural"):
+        raise InputError(f"sizes: must be 'equal' or 'natural', got {sizes!r}.")
+    if sizes == "equal":
+        rows = dealing.equal_dirichlet(labels, num_clients, alpha, _random(seed, "dirichlet"))
+    else:
+        rows = dealing.natural_dirichlet(labels, num_clients, alpha, smallest, _random(seed, "natural"))
+    return Federation(records, tuple(map(torch.from_numpy, rows)), _maybe_test(test))
+
+
+def quantity_skew(
+    source: Source,
+    num_clients: int,
+    *,
+    alpha: float | None = None,
+    power: float | None = None,
+    smallest: int = 1,
+    seed: int = 0,
+    test: Source | None = None,
+) -> Federation:
+    """Records dealt out at random, in uneven amounts: ``smallest`` for everyone, and the rest in proportion to a draw from
+    Dirichlet(alpha), or to ``rank ** -power`` (Zipf's law at power 1; client 0 is the largest)."""
+    records = as_records("records", source)
+    num_records = len(records["y"])
+    _check_clients(num_clients * smallest, num_records, num_clients)
+    law = alpha if power is None else power
+    if law is None or None not in (alpha, power) or not law > 0:
+        raise InputError(f"alpha, power: give one of the two, above 0; got alpha={alpha}, power={power}.")
+    random = _random(seed, "quantity")
+    weights = random.dirichlet(np.full(num_clients, law)) if power is None else np.arange(1.0, num_clients + 1) ** -law
+    ends = dealing.sizes_like(weights, num_records, smallest).cumsum()[:-1]
+    parts = np.split(random.permutation(num_records), ends)
+    return Federation(records, tuple(torch.from_numpy(np.sort(part)) for part in parts), _maybe_test(test))
 
 
 def shards(source: Source, num_clients: int, *, per_client: int = 2, seed: int = 0, test: Source | None = None) -> Federation:
@@ -204,56 +304,64 @@ def shards(source: Source, num_clients: int, *, per_client: int = 2, seed: int =
     return Federation(records, rows, _maybe_test(test))
 
 
-def by_user(source: Source, users: Sequence[Any] | Tensor, *, test: Source | None = None) -> Federation:
-    """One client per distinct value of ``users``, which names the owner of every record."""
+def by_user(
+    source: Source,
+    users: Sequence[Any] | Tensor,
+    *,
+    test: Source | None = None,
+    test_users: Sequence[Any] | Tensor | None = None,
+) -> Federation:
+    """One client per distinct value of ``users``, which names the owner of every record; ``test_users`` that of the test's."""
     records = as_records("records", source)
+    names, owner = np.unique(_owners("users", users, records), return_inverse=True)
+    rows = tuple(torch.from_numpy(np.flatnonzero(owner == i)) for i in range(len(names)))
+    tests = _maybe_test(test)
+    if test_users is None:
+        return Federation(records, rows, tests)
+    if tests is None:
+        raise InputError("test_users: there are no test records whose owners they could name. Give test, too.")
+    theirs = _owners("test_users", test_users, tests)
+    return Federation(records, rows, tests, tuple(torch.from_numpy(np.flatnonzero(theirs == name)) for name in names))
+
+
+def _owners(field: str, users: Sequence[Any] | Tensor, records: Records) -> np.ndarray:
     names = np.asarray(users)
     if names.shape != (len(records["y"]),):
-        raise InputError(f"users: must name one owner per record ({len(records['y'])}), got shape {names.shape}.")
-    _, owner = np.unique(names, return_inverse=True)
-    rows = tuple(torch.from_numpy(np.flatnonzero(owner == i)) for i in range(int(owner.max()) + 1))
-    return Federation(records, rows, _maybe_test(test))
+        raise InputError(f"{field}: must name one owner per record ({len(records['y'])}), got shape {names.shape}.")
+    return names
 
 
-def as_records(field: str, source: Source) -> Records:
-    """Columns from what people have: a pair (x, y), a dict of columns with ``y``, or a data set of (x, y) pairs."""
-    if isinstance(source, dict):
-        columns = cast(dict[str, Any], source)
-    elif isinstance(source, (tuple, list)) and len(cast(Sequence[Any], source)) == 2 and hasattr(source[0], "shape"):
-        columns = {"x": source[0], "y": source[1]}
-    elif hasattr(source, "__getitem__") and hasattr(source, "__len__"):
-        pairs = [source[i] for i in range(len(source))]
-        if not pairs:
-            raise InputError(f"{field}: the data set is empty. Leave it out, or give it records.")
-        columns = {
-            "x": torch.stack([torch.as_tensor(x) for x, _ in pairs]),
-            "y": torch.stack([torch.as_tensor(y) for _, y in pairs]),
-        }
-    else:
-        raise InputError(f"{field}: expected (x, y), a dict of columns or a data set of pairs, got {type(source).__name__}.")
-    if "y" not in columns:
-        raise InputError(f"{field}: has no column 'y' (the target); it has {sorted(columns)}.")
-    return {str(name): torch.as_tensor(column) for name, column in columns.items()}
+def _random(seed: int, purpose: str) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(key=key(seed, purpose)))
+
+
+def _alike(field: str, sources: Sequence[Source]) -> list[Records]:
+    columns = [as_records(f"{field}[{i}]", source) for i, source in enumerate(sources)]
+    if not columns:
+        raise InputError(f"{field}: the federation has no clients. Give at least one.")
+    for i, records in enumerate(columns):
+        unlike = [n for n in columns[0] if n not in records or records[n].shape[1:] != columns[0][n].shape[1:]]
+        if unlike or set(records) != set(columns[0]):
+            raise InputError(f"{field}[{i}]: its columns differ from those of {field}[0]. Bring all to the same shapes.")
+    return columns
+
+
+def _pooled(columns: Sequence[Records]) -> tuple[Records, tuple[Tensor, ...]]:
+    """All records as one pool, and the rows of each part."""
+    ends = np.cumsum([len(records["y"]) for records in columns]).tolist()
+    pool = {name: torch.cat([records[name] for records in columns]) for name in columns[0]}
+    return pool, tuple(torch.arange(end - len(r["y"]), end) for end, r in zip(ends, columns, strict=True))
 
 
 def _maybe_test(test: Source | None) -> Records | None:
     return None if test is None else as_records("test", test)
 
 
-def _check_clients(wanted: int, num_records: int) -> None:
+def _check_clients(wanted: int, num_records: int, num_clients: int | None = None) -> None:
+    if num_clients is not None and wanted != num_clients and not 1 <= num_clients <= wanted <= num_records:
+        raise InputError(f"smallest: {num_records} records cannot give {num_clients} clients {wanted} together. Lower it.")
     if not 1 <= wanted <= num_records:
         raise InputError(f"num_clients: cannot deal {num_records} records to {wanted} clients; choose 1 to {num_records}.")
-
-
-def _check_columns(field: str, records: Records) -> int:
-    lengths = {name: len(column) if column.dim() else -1 for name, column in records.items()}
-    if len(set(lengths.values())) != 1 or min(lengths.values()) < 1:
-        raise InputError(f"{field}: all columns need one entry per record and at least one record, got lengths {lengths}.")
-    for name, column in records.items():
-        if column.is_floating_point() and not bool(column.isfinite().all()):
-            row = int((~column.isfinite()).flatten(1 if column.dim() > 1 else 0).reshape(len(column), -1).any(1).nonzero()[0])
-            raise InputError(f"{field}: column '{name}' holds NaN or Inf, first in record {row}. Clean or drop that record.")
-    return lengths["y"]
 
 
 def _refuse_shared(columns: Iterable[Records]) -> None:

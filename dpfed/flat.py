@@ -8,16 +8,17 @@ S clients is a matrix ``[S, d]``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from dpfed.errors import InputError
+from dpfed.metrics import check_judging, check_metrics, judged
 
 Records = dict[str, Tensor]
 """Records as columns: one tensor per input, first axis = record; the column ``y`` is the target."""
@@ -186,11 +187,19 @@ class FlatModel:
 
     ``criterion(output, target)`` gives the loss of a batch; it is always called with a batch of one record, so no record's
     loss can depend on another record. A record that has a key (the column ``key``) is trained on, and augmented; one without
-    is judged as it is.
+    is judged as it is. ``metrics`` are names of `dpfed.metrics`.
     """
 
-    def __init__(self, module: nn.Module, criterion: Criterion = cross_entropy, augment: Augment | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        criterion: Criterion = cross_entropy,
+        augment: Augment | None = None,
+        metrics: Sequence[str] = ("accuracy",),
+    ) -> None:
         _refuse_unsafe(module)
+        check_metrics(metrics)
+        self.metrics = tuple(metrics)
         self.module = module.eval()
         self.criterion = criterion
         self.augment = augment
@@ -229,29 +238,33 @@ class FlatModel:
             example = self.augment({name: value for name, value in example.items() if name != "key"}, example["key"])
         return self.criterion(self.output(theta, example), example["y"].unsqueeze(0))
 
-    def evaluate(self, theta: Tensor, records: Records, at_once: int = 500) -> dict[str, float]:
-        """Mean loss, and the accuracy where the criterion is cross entropy. The mean over records, not over batches."""
+    def evaluate(
+        self, theta: Tensor, records: Records, shares: Sequence[Tensor] | None = None, at_once: int = 500
+    ) -> dict[str, Any]:
+        """Mean loss (over records, not over batches) and, where the criterion is cross entropy, the metrics.
 
-        def judge(example: Records) -> Records:
-            output = self.output(theta, example)
-            target = example["y"].unsqueeze(0)
-            found = {"loss": self.criterion(output, target)}
-            if self.criterion is cross_entropy:
-                logits = cast(Tensor, getattr(output, "logits", output))
-                found["accuracy"] = (logits.argmax(1) == target).double().mean()
-            return found
+        ``shares``: for every client the rows of the records that are its own part of the test. Batches are not waited for.
+        """
 
-        totals: dict[str, float] = {}
-        num_records = len(records["y"])
+        def judge(example: Records) -> tuple[Tensor, Tensor]:
+            output, target = self.output(theta, example), example["y"].unsqueeze(0)
+            scores = (
+                cast(Tensor, getattr(output, "logits", output)) if self.criterion is cross_entropy else theta.new_zeros(1, 1)
+            )
+            return self.criterion(output, target), scores.squeeze(0)
+
         with torch.no_grad():
-            for start in range(0, num_records, at_once):
-                batch = {name: column[start : start + at_once].to(theta.device) for name, column in records.items()}
-                for name, values in vmap(judge)(batch).items():
-                    totals[name] = totals.get(name, 0.0) + float(values.double().sum())
-        return {name: total / num_records for name, total in totals.items()}
+            columns = {name: column.to(theta.device) for name, column in records.items()}
+            batches = zip(*(column.split(at_once) for column in columns.values()), strict=True)
+            losses, scores = zip(*(vmap(judge)(dict(zip(columns, batch, strict=True))) for batch in batches), strict=True)
+            found = {"loss": torch.cat(losses).double().mean()}
+            if self.criterion is cross_entropy:
+                predicted = torch.cat([batch.argmax(1) for batch in scores])
+                found |= judged(self.metrics, columns["y"], predicted, scores[0].shape[1], shares)
+        return {name: value.tolist() for name, value in found.items()}
 
-    def check(self, records: Records) -> None:
-        """Try one record, and the range of the labels, before anything is spent."""
+    def check(self, records: Records, test: Records | None = None, shares: Sequence[Tensor] | None = None) -> None:
+        """Try one record, and the range of the labels, before anything is spent; and whether the test can be judged."""
         if "key" in records:
             raise InputError("records: the column 'key' is the name of a record's own random key. Call yours something else.")
         example = {name: column[0].to(self.theta0().device) for name, column in records.items()}
@@ -281,12 +294,20 @@ class FlatModel:
                 f"{tuple(labels.shape)} ({labels.dtype}) and logits of shape {tuple(logits.shape)}. "
                 "Give other labels, or your own criterion."
             )
-        low, high, classes = int(labels.min()), int(labels.max()), logits.shape[1]
-        if low < 0 or high >= classes:
-            raise InputError(
-                f"y: labels go from {low} to {high}, but the model has {classes} outputs (labels 0 to {classes - 1}). "
-                "Relabel the records, or give the model more outputs."
-            )
+        num_classes = logits.shape[1]
+        _check_labels("y", labels, num_classes)
+        if test is not None:
+            _check_labels("test, y", test["y"], num_classes)
+            check_judging(self.metrics, num_classes, shares)
+
+
+def _check_labels(field: str, labels: Tensor, num_classes: int) -> None:
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= num_classes:
+        raise InputError(
+            f"{field}: labels go from {low} to {high}, but the model has {num_classes} outputs (labels 0 to "
+            f"{num_classes - 1}). Relabel the records, or give the model more outputs."
+        )
 
 
 def _refuse_unsafe(module: nn.Module) -> None:

@@ -203,7 +203,7 @@ class Forecast(NamedTuple):
 
 def forecast(recipe: Recipe, model: FlatModel, federation: Federation) -> Forecast:
     """Check everything that can be checked, calibrate, and see how far the budget goes."""
-    model.check(federation.records)
+    model.check(federation.records, federation.test, federation.test_clients)
     dry = dry_round(recipe.algorithm, recipe.local_steps)
     job = Job(model, federation, recipe.algorithm, recipe.mechanism, recipe.seed, recipe.weighting, cohort=recipe.cohort)
     refuse_unsound(recipe, job, dry)

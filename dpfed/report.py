@@ -37,6 +37,7 @@ METADATA: dict[str, dict[str, Any]] = {
     ".svg": {"Date": None},
     ".pdf": {"CreationDate": None},
 }  # no clock in a file
+FURTHER = {"macro_accuracy": "macro", "f1": "F1", "matthews": "Matthews", "worst_client_accuracy": "worst client"}
 PER_SEED = {"seed", "sigma", "fingerprint", "engine"}  # what may differ between the seeds of one method
 STYLE = {
     **{
@@ -74,6 +75,11 @@ class Method:
 
     def column(self, key: str) -> list[float]:
         return [summary[key] for summary in self.summaries if summary.get(key) is not None]
+
+    def finals(self, key: str) -> list[float]:
+        """The last value in the rows of every run that has one."""
+        values = [[row[key] for row in run.rows if row.get(key) is not None] for run in self.runs]
+        return [column[-1] for column in values if column]
 
     @property
     def epsilon(self) -> float:
@@ -113,9 +119,10 @@ def table(records: Iterable[Run]) -> Table:
     finals = [method.column("final_accuracy") for method in found]
     best = max((fmean(final) for final in finals if final), default=None)
     result = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, header_style="bold", caption_justify="left")
-    result.caption = "ε by PLD; accuracy in percent; up, down: bytes per client and round"
+    result.caption = "ε by PLD; accuracy and its like in percent; up, down: bytes per client and round"
     result.add_column("method", min_width=min(24, max(len(method.name) for method in found)))
-    for heading in ("ε", "accuracy", "best", "seeds", "rounds", "up", "down", "seconds"):
+    further = {heading: key for key, heading in FURTHER.items() if any(method.finals(key) for method in found)}
+    for heading in ("ε", "accuracy", "best", *further, "seeds", "rounds", "up", "down", "seconds"):
         result.add_column(heading, justify="right", no_wrap=True)
     for method, final in zip(found, finals, strict=True):
         style = "bold" if final and fmean(final) == best else ""
@@ -123,6 +130,7 @@ def table(records: Iterable[Run]) -> Table:
             "∞" if math.isinf(method.epsilon) else f"{math.ceil(method.epsilon * 100) / 100:.2f}",  # upwards
             _spread(final),
             _spread(method.column("best_accuracy")),
+            *(_spread(method.finals(key)) for key in further.values()),
             str(len(method.runs)),
             f"{max(method.column('rounds')):.0f}",
             _bytes(method.column("bytes_up")),

@@ -234,10 +234,10 @@ def _judged(recipe: Recipe, job: Job, now: Standing) -> Row:
     """The published model on the test records; beside an average, the last model, too."""
     if job.federation.test is None:
         return {}
-    judged: Row = job.model.evaluate(_published(now), job.federation.test)
+    judged: Row = job.model.evaluate(_published(now), job.federation.test, job.federation.test_clients)
     if recipe.average == "none":
         return judged
-    last = job.model.evaluate(now.s.theta, job.federation.test)
+    last = job.model.evaluate(now.s.theta, job.federation.test, job.federation.test_clients)
     model = recipe.average if float(now.average.weight) else "last"
     return {**judged, "model": model, **{f"last_{name}": value for name, value in last.items()}}
 

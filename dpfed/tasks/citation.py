@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpfed.data import RECORD, Federation, dirichlet, iid
+from dpfed.data import RECORD, Federation, dirichlet
 from dpfed.errors import InputError
 from dpfed.flat import FlatModel
 from dpfed.tasks.fashion import start
@@ -80,22 +80,19 @@ class Citation:
     def records(self, graph: Graph, seed: int) -> tuple[nn.Module, Federation]:
         """The model, and the graph as one record for every paper that is trained or judged on."""
         train, judged = self._train(graph), graph.test if self.judge == "test" else graph.val
-        ids = (train, graph.y[train])
-        deal = iid if math.isinf(self.alpha) else dirichlet
-        more = {} if math.isinf(self.alpha) else {"alpha": self.alpha}
-        clients = deal(ids, self.num_clients, seed=seed, **more).clients
+        clients = dirichlet((train, graph.y[train]), self.num_clients, alpha=self.alpha, seed=seed).clients
         num_classes = max(CLASSES[self.graph], int(graph.y.max()) + 1)
         module = GraphConvolution(graph.x.shape[1], num_classes, self.hidden)
         if not self.degree:
             pool, test = ({"x": graph.x[rows], "y": graph.y[rows]} for rows in (train, judged))
-            return module, Federation(pool, clients, test, RECORD)
+            return module, Federation(pool, clients, test, footprint=RECORD)
         pairs, owner = linked(graph.edges), np.full(len(graph.x), -1)
         for i, rows in enumerate(clients):
             owner[train[rows].numpy()] = i
         read = bound_readers(draw_lists(within_clients(pairs, owner), self.degree, seed), self.degree, seed)
         pool = rooted(graph.x, graph.y, train, read, self.degree)
         test = rooted(graph.x, graph.y, judged, draw_lists(pairs, 4 * self.degree, seed), 4 * self.degree)
-        return module, Federation(pool, clients, test, footprint(self.degree))
+        return module, Federation(pool, clients, test, footprint=footprint(self.degree))
 
     def _train(self, graph: Graph) -> Tensor:
         if self.train_on == "public":

@@ -37,6 +37,9 @@ class DataSet(NamedTuple):
             + f". Get it from {self.source}, unpack it there, or set DPFED_DATA to the folder that holds it."
         )
 
+    def is_there(self, root: str | Path | None = None) -> bool:
+        return any(not self._missing(data_root(root) / folder) for folder in self.folders)
+
     def _missing(self, folder: Path) -> list[str]:
         return [file for file in self.files if not plain_or_gz(folder, file).exists()]
 
@@ -54,23 +57,28 @@ def plain_or_gz(folder: Path, file: str) -> Path:
 def read_bytes(path: Path, at_most: int) -> bytes:
     """A file's content, unzipped where it ends in .gz. What is larger than such a file can be is not read."""
     if not path.is_file():
-        raise InputError(f"{path}: {'is a folder, not' if path.is_dir() else 'there is no such'} file. Put the file there.")
+        raise InputError(f"{path}: {'is no file' if path.exists() else 'there is no such file'}. Put the file there.")
     try:
         with path.open("rb") as file:
-            data = _some(file, at_most) if path.suffix != ".gz" else _some(gzip.GzipFile(fileobj=file), at_most)
+            data = _some(gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file, at_most)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"{path}: is damaged ({error}). Get the file again.") from error
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}). Check its permissions and the disk.") from error
-    if len(data) > at_most:
+    if data is None:
         raise InputError(f"{path}: holds more than {at_most:,} bytes, which this kind of file never does. Get it again.")
     if not data:
         raise InputError(f"{path}: is empty. Get the file again.")
     return data
 
 
-def _some(file: IO[bytes] | gzip.GzipFile, at_most: int) -> bytes:
-    return file.read(at_most + 1)
+def _some(file: IO[bytes] | gzip.GzipFile, at_most: int) -> bytes | None:
+    """Everything, piece by piece; None as soon as it is more than it may be."""
+    pieces, left = list[bytes](), at_most
+    while left >= 0 and (piece := file.read(2**22)):
+        pieces.append(piece)
+        left -= len(piece)
+    return b"".join(pieces) if left >= 0 else None
 
 
 def read_text(path: Path, at_most: int = 2**31) -> str:

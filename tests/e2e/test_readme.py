@@ -33,7 +33,7 @@ def test_the_python_example_runs_and_learns(
 def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """In their order, the training ones shortened to one round and without a GPU."""
     monkeypatch.chdir(tmp_path)
-    assert len(COMMANDS) == 14
+    assert len(COMMANDS) == 15
     main(["run", "quickstart", "--rounds", "1", "--mechanism.batch-size", "16"])
     for command in COMMANDS:
         words = shlex.split(command, comments=True)[1:]
