@@ -235,8 +235,9 @@ def _calibrate(words: list[str]) -> None:
 
         Args:
             num_examples: records of the client; several numbers for several clients, together and each on its own.
-            find: sigma: the least noise. steps: the most of them. batch-size: the largest. participation: the largest rate at
-                which clients may join every round by an independent coin (how the coins fall is part of delta).
+            find: sigma: the least noise. steps: the most of them, up to ten million rounds. batch-size: the largest.
+                participation: the largest rate at which clients may join every round by an independent coin (how the coins
+                fall is part of delta).
             sigma: noise multiplier (unless it is to be found).
             steps: noisy gradients that a client releases: rounds it takes part in, times local steps (unless to be found).
             batch_size: expected batch size (unless to be found); by default 64.

@@ -44,7 +44,7 @@ def calibrate(epsilon: float, delta: float, plans: Plans, accountant: str = "pld
 
 
 def rounds_within(epsilon: float, delta: float, plans: Plans, accountant: str = "pld") -> int:
-    """How many rounds every client can take part in, each of which costs it its plan; 0 where not even one fits.
+    """How many rounds, up to ten million, every client can take part in; each costs it its plan. 0 where not even one fits.
 
     >>> rounds_within(3, 1e-5, [{Event("poisson", 16, 1000, 1.0): 10}])
     96
