@@ -14,11 +14,11 @@ from dpfed import data
 from dpfed.algorithm import Algorithm, Counted, Round, Tree, client_round, leaves, like, rows, tree_map, weighted_sum
 from dpfed.data import Federation
 from dpfed.errors import InputError
-from dpfed.flat import FlatModel
+from dpfed.flat import FlatModel, Records
 from dpfed.keyed import fold
 from dpfed.ledger import Event, Receipt
 from dpfed.mechanism import Mechanism, events, expected_size, protection
-from dpfed.privacy import Part, PrivateGradient, clipped_upload
+from dpfed.privacy import Part, PrivateGradient, Sums, clipped_upload, survey
 
 
 class Job(NamedTuple):
@@ -142,6 +142,7 @@ def train_clients(
 ) -> tuple[list[Tree], dict[int, Tree], list[Receipt]]:
     """One round of some clients of a cohort, as a matrix with a row each. A row does not depend on which others are there."""
     cohort = clients if cohort is None else cohort
+    sums = Sums(job.model, survey(job.model, first_record(job)))
     device = s.theta.device
     num_examples = [job.federation.sizes[i] for i in clients]
     sizes = torch.tensor([[expected_size(job.mechanism, n)] for n in num_examples], device=device, dtype=s.theta.dtype)
@@ -158,8 +159,8 @@ def train_clients(
             normal = [torch.randn(total.shape[1:], generator=g, dtype=total.dtype, device=device) for g in draws]
             return total + std * torch.stack(normal)
 
-        setting: dict[str, Any] = {"clip": t.clip, "factors": own, "tensors": job.model.layout.sizes}
-        gradients.append(PrivateGradient(job.model.loss, batch, noise, sizes, job.mechanism, len(cohort), **setting))
+        setting: dict[str, Any] = {"clip": t.clip, "factors": own}
+        gradients.append(PrivateGradient(sums, batch, noise, sizes, job.mechanism, len(cohort), **setting))
         return gradients[-1]
 
     uploads, new_memory = client_round(job.algorithm, s, _stack(clients, memory), gradient, t)
@@ -183,6 +184,12 @@ def _bounded(mechanism: Mechanism, uploads: Tree, t: Round, num_clients: int) ->
     clipped, within = clipped_upload(private, mechanism.clip if t.clip is None else t.clip, mechanism.clipping)
     bounded = like(uploads, fields | clipped)
     return Counted(bounded, within) if mechanism.clipping == "adaptive" else bounded
+
+
+def first_record(job: Job) -> Records:
+    """One record, of which only the shapes matter."""
+    record = {name: column[0] for name, column in job.federation.records.items()}
+    return record | ({"key": torch.zeros_like(job.federation.clients[0][0], device=record["y"].device)} if job.model.needs_key else {})
 
 
 def chunk_width(batch_size: int) -> int:
