@@ -1,8 +1,9 @@
 """Functions of tensors that run eagerly, or as programs that are compiled once for every shape and every model of one kind.
 
-A program is the function's trace: operations on tensors and nothing else, so whatever Python a model is made of runs once. It is
-kept for the whole process under a key that says all that the trace may depend on; ``anatomy`` gives that of a model, and models
-of the same anatomy share their programs. Where there is no compiler, or it fails, the function itself runs, and a note says so.
+A program is the function's trace: operations on tensors and nothing else, so whatever Python a model is made of runs once.
+It is kept for the whole process under a key that says all that the trace may depend on; ``anatomy`` gives that of a model, and
+models of the same anatomy share their programs. Where there is no compiler, or it fails, the function itself runs, and a note
+says so.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import time
 import types
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -108,7 +109,7 @@ class Compiler:
 
 
 @contextmanager
-def narrow_products(on: bool) -> Iterator[None]:
+def narrow_products(on: bool) -> Generator[None]:
     """Products of float32 matrices with numbers of 11 bits, added up in float32: exact for numbers that were bfloat16."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if on else before)

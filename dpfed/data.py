@@ -23,7 +23,7 @@ from torch import Tensor
 from dpfed import dealing
 from dpfed.columns import Source, as_records, check_columns
 from dpfed.errors import InputError
-from dpfed.flat import Records
+from dpfed.flat import Records, in_dtype
 
 Sampling = Literal["poisson", "fixed"]
 Sizes = Literal["equal", "natural"]
@@ -133,9 +133,10 @@ class Federation:
     def sizes(self) -> list[int]:
         return [len(rows) for rows in self.clients]
 
-    def to(self, device: torch.device | str) -> Federation:
-        """The same federation with its records on a device; who owns what stays on the CPU."""
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Federation:
+        """The same federation with its records on a device, in ``dtype`` if one is given; who owns what stays on the CPU."""
         moved = {name: column.to(device) for name, column in self.records.items()}
+        moved = {name: column if name == "y" else in_dtype(column, dtype) for name, column in moved.items()}
         copy = object.__new__(Federation)  # nothing changed that would have to be checked again
         for name, value in (vars(self) | {"records": moved}).items():
             object.__setattr__(copy, name, value)

@@ -280,8 +280,8 @@ class Product(NamedTuple):
 class Products(TorchFunctionMode):
     """Watches a forward pass for products with these weights; convolutions among them become products of patches.
 
-    To what comes out of a product with one of ``large``, ``probe(name, out)`` is added. From there this weight gets no gradient;
-    that of the probe is the other factor of what it would have been. ``found`` are these products in their order.
+    To what comes out of a product with one of ``large``, ``probe(name, out)`` is added. From there this weight gets no
+    gradient; that of the probe is the other factor of what it would have been. ``found`` are these products in their order.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], large: Collection[str], probe: Callable[[str, Tensor], Tensor]) -> None:
@@ -313,8 +313,10 @@ class _Sight(NamedTuple):
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> _Sight:
-    rows = x.reshape(-1, x.shape[-1])
-    return _Sight("linear", rows, lambda weight: functional.linear(x, weight, bias), lambda out: out)
+    def multiply(weight: Tensor) -> Tensor:
+        return functional.linear(x, weight, bias)
+
+    return _Sight("linear", x.reshape(-1, x.shape[-1]), multiply, _as_it_is)
 
 
 def _convolution(
@@ -334,7 +336,10 @@ def _convolution(
     def multiply(weight: Tensor) -> Tensor:
         return functional.linear(seen, weight.permute(0, 2, 3, 1).flatten(1), bias)
 
-    return _Sight("convolution", seen.flatten(0, 2), multiply, lambda out: out.permute(0, 3, 1, 2).contiguous())
+    def finish(out: Tensor) -> Tensor:
+        return out.permute(0, 3, 1, 2).contiguous()
+
+    return _Sight("convolution", seen.flatten(0, 2), multiply, finish)
 
 
 def _table(
@@ -349,7 +354,15 @@ def _table(
     if max_norm is not None or scale_grad_by_freq:
         return None
     rows = ids if padding_idx is None else torch.where(ids == padding_idx % len(weight), -1, ids)
-    return _Sight("table", rows.flatten(), lambda weight: functional.embedding(ids, weight, padding_idx), lambda out: out)
+
+    def multiply(weight: Tensor) -> Tensor:
+        return functional.embedding(ids, weight, padding_idx)
+
+    return _Sight("table", rows.flatten(), multiply, _as_it_is)
+
+
+def _as_it_is(out: Tensor) -> Tensor:
+    return out
 
 
 _PRODUCTS: dict[Any, Callable[..., _Sight | None]] = {

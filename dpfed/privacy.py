@@ -162,8 +162,8 @@ class Use(NamedTuple):
 class Survey:
     """What one record's way through a model is made of, seen on one record without its numbers.
 
-    ``uses``: the tensors whose whole gradient is a product of two factors that are smaller than itself, so that it is never made
-    for single records. ``num_saved``: bytes that the forward pass of one record keeps for the backward pass.
+    ``uses``: the tensors whose whole gradient is a product of two factors that are smaller than itself, so that it is never
+    made for single records. ``num_saved``: bytes that the forward pass of one record keeps for the backward pass.
     """
 
     uses: dict[str, tuple[Use, ...]] = field(default_factory=dict[str, tuple[Use, ...]])
@@ -189,20 +189,19 @@ def survey(model: FlatModel, example: Records, dtype: torch.dtype | None = None)
 
     with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x), Products(weights, weights, probe) as products:
         loss = model.loss(weights | frozen, model.in_dtype(example, dtype))
-    elsewhere = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+    elsewhere = cast(tuple[Tensor | None, ...], torch.autograd.grad(loss, list(weights.values()), allow_unused=True))
     direct = {name for name, g in zip(weights, elsewhere, strict=True) if g is not None}
     uses: dict[str, tuple[Use, ...]] = {}
     for product, shape in zip(products.found, shapes, strict=True):
         uses[product.name] = (*uses.get(product.name, ()), Use(product.kind, product.rows.shape[0], shape))
-    small = {name for name, some in uses.items() if num_in_factors(some, weights[name]) >= weights[name].numel()}
+    small = {name for name, some in uses.items() if num_in_factors(some, weights[name].shape) >= weights[name].numel()}
     return Survey({name: some for name, some in uses.items() if name not in direct | small}, sum(saved.values()))
 
 
-def num_in_factors(uses: Sequence[Use], weight: Tensor) -> int:
-    """Numbers in the two factors of a record's gradient: a row that goes in and one that comes out, for every product."""
-    inside = {"table": 1}
-    rows = sum(use.length for use in uses)
-    return rows * (inside.get(uses[0].kind, weight[0].numel()) + weight.shape[1 if uses[0].kind == "table" else 0])
+def num_in_factors(uses: Sequence[Use], shape: Sequence[int]) -> int:
+    """Numbers in the two factors of a record's gradient: for every row what goes in (of a table, which one) and comes out."""
+    inside, outside = (1, shape[1]) if uses[0].kind == "table" else (math.prod(shape[1:]), shape[0])
+    return sum(use.length for use in uses) * (inside + outside)
 
 
 class Asked(NamedTuple):
@@ -245,7 +244,7 @@ class Sums:
         only: slice = ALL,
         num_variants: int = 1,
     ) -> tuple[Tensor, Tensor]:
-        """``[S, d]``: for every client the sum over its batch of the records' gradients, each clipped; and their norms ``[S, B]``.
+        """``[S, d]``: of every client the sum over its batch of the records' gradients, each clipped; and the norms ``[S, B]``.
 
         A gradient that is not finite counts as zero: it moves the sum by nothing, so the sensitivity holds for it too.
         """
@@ -283,7 +282,7 @@ def _part_of(inputs: Inputs, kind: str) -> dict[str, Any]:
 
 
 def _plain(sums: Sums, asked: Asked, inputs: Inputs) -> Outputs:
-    frozen, mask = _part_of(inputs, "frozen"), inputs["mask"]
+    frozen, mask = _part_of(inputs, "frozen"), cast(Tensor, inputs["mask"])
     loss, examples = _varied(sums.model.loss, asked.num_variants), sums.model.in_dtype(_part_of(inputs, "example"), sums.dtype)
 
     def total(weights: Records, examples: Records, mask: Tensor) -> Tensor:
@@ -417,7 +416,7 @@ def _of_records(sums: Sums, asked: Asked, inputs: Inputs, number: int) -> dict[s
 
     small = {name: weight for name, weight in weights.items() if name not in large}
     per_record = vmap(grad(of_record, argnums=(0, 1), has_aux=True), in_dims=(None, None, None, 0))
-    (grads, outside), inside = cast(Any, vmap(per_record, in_dims=(0, None, 0, 0))(small, probes, closed, examples))
+    (grads, outside), inside = vmap(per_record, in_dims=(0, None, 0, 0))(small, probes, closed, examples)
     found: dict[str, _Gradient | _Factors] = {}
     for part in layout.parts:
         start, stop = within[part.name]
