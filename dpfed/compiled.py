@@ -20,7 +20,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
 Held = Mapping[str, Tensor]
 Inputs = Mapping[str, Tensor | float]
@@ -62,7 +61,7 @@ class Compiler:
         ]
         fixed, names = list(held.values()), [*held, *inputs]
         shapes = tuple((name, x.shape, x.dtype) for name, x in zip(names, fixed + tensors, strict=True))
-        whole = (key, shapes, device, self.backend, torch.get_float32_matmul_precision())
+        whole = (key, shapes, device, self.backend)
         with torch.no_grad():
             if whole not in _PROGRAMS:
                 began = time.monotonic()
@@ -77,20 +76,25 @@ class Compiler:
             return program(fixed + tensors)
 
     def _program(self, function: Function, names: list[str], tensors: list[Tensor]) -> Program | str:
-        def of_list(tensors: list[Tensor]) -> Outputs:
+        def of_tensors(*tensors: Tensor) -> Outputs:
             return function(dict(zip(names, tensors, strict=True)))
 
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the compiler, about itself
-                trace = make_fx(of_list, tracing_mode="fake", _allow_non_fake_inputs=True)(tensors)
-                program = cast(Any, torch.compile(trace, fullgraph=True, dynamic=False, backend=self.backend))
-                program(tensors)
+                from torch._dynamo.backends.registry import lookup_backend  # it takes a second, and not everybody compiles
+                from torch.fx.experimental.proxy_tensor import make_fx
+
+                trace = make_fx(of_tensors, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
+                trace.graph.eliminate_dead_code()
+                trace.recompile()
+                compiled = cast(Any, lookup_backend(self.backend))(trace, tensors)
+                compiled(*tensors)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a compiler fails at, the function itself can be run
             return f"it runs uncompiled, because the compiler failed: {_first_line(error)}"
-        return program
+        return lambda tensors: tuple(compiled(*tensors))
 
     def _graph(self, key: Hashable, program: Program, fixed: list[Tensor], tensors: list[Tensor]) -> Program:
         if key not in self._graphs:
@@ -110,13 +114,20 @@ class Compiler:
 
 @contextmanager
 def narrow_products(on: bool) -> Generator[None]:
-    """Products of float32 matrices with numbers of 11 bits, added up in float32: exact for numbers that were bfloat16."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if on else before)
+    """On a GPU, products of float32 matrices take numbers of 11 bits and add in float32: exact for what was bfloat16."""
+    products = torch.backends.cuda.matmul
+    if not on or not torch.cuda.is_available():
+        yield
+        return
+    try:
+        name, before, narrow = "allow_tf32", products.allow_tf32, True
+    except RuntimeError:  # PyTorch has two settings for the same, and refuses to read one where the other was written
+        name, before, narrow = "fp32_precision", products.fp32_precision, "tf32"
+    setattr(products, name, narrow)
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        setattr(products, name, before)
 
 
 def _first_line(error: Exception) -> str:

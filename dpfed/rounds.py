@@ -85,21 +85,25 @@ def begin(
         "sigma": plan.job.mechanism.sigma,
         "fingerprint": fingerprint(model, federation),
     }
-    if resume:
-        if out is None:
-            raise InputError("out: name the folder of the run to resume.")
-        record = RunRecord.open(out)
-        differing = sorted(key for key in plain | record.recipe if plain.get(key) != record.recipe.get(key))
-        if differing:
-            raise InputError(
-                f"recipe: differs from the one of the run in {record.path} in: {', '.join(differing)}. A run goes on with the "
-                "recipe, model and data it began with; start a new run for other ones."
-            )
+    record = _resumed(plain, out) if resume else None
     opened = (engine or recipe.engine.open)(plan.job)
-    if not resume:
+    if record is None:
         found = environment(str(recipe.engine.torch_device())) | {"engine": getattr(opened, "description", "")}
         record = RunRecord.create(out or free_folder(recipe.name), plain, found, recipe.delta)
     return record, _rounds(recipe, record, opened, plan)
+
+
+def _resumed(plain: dict[str, Any], out: str | Path | None) -> RunRecord:
+    if out is None:
+        raise InputError("out: name the folder of the run to resume.")
+    record = RunRecord.open(out)
+    differing = sorted(key for key in plain | record.recipe if plain.get(key) != record.recipe.get(key))
+    if differing:
+        raise InputError(
+            f"recipe: differs from the one of the run in {record.path} in: {', '.join(differing)}. A run goes on with the "
+            "recipe, model and data it began with; start a new run for other ones."
+        )
+    return record
 
 
 def _rounds(recipe: Recipe, record: RunRecord, engine: Engine, plan: Forecast) -> Iterator[Row]:

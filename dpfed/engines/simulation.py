@@ -115,8 +115,7 @@ class SimulationEngine:
             self._cache = CACHE
         self._planned = self._plan(job.cohort)
         if self._compiler and device.type == "cuda":
-            free = torch.cuda.mem_get_info(device)[0]
-            self._compiler.graphs = self._planned.num_bytes < free / 8  # what a graph uses, nothing else can
+            self._compiler.graphs = self._planned.num_bytes < self._budget / 4  # what a graph holds, nothing else can use
 
     @property
     def description(self) -> str:
@@ -207,7 +206,7 @@ def train_clients(
     sizes = torch.tensor([[expected_size(job.mechanism, n)] for n in num_examples], dtype=s.theta.dtype).to(device)
     batches = Batches(job, clients, t, num_rows or len(clients), records_at_once)
     gradients: list[PrivateGradient] = []
-    factors: Tensor | float = (
+    own: Tensor | float = (
         torch.tensor([[job.factors[i]] for i in clients], dtype=s.theta.dtype).to(device) if job.factors else 1.0
     )
 
@@ -219,7 +218,7 @@ def train_clients(
             return total + std * torch.stack(normal)
 
         batch = partial(batches.parts, k)
-        gradients.append(PrivateGradient(sums, batch, noise, sizes, job.mechanism, len(cohort), clip=t.clip, factors=factors))
+        gradients.append(PrivateGradient(sums, batch, noise, sizes, job.mechanism, len(cohort), clip=t.clip, factors=own))
         return gradients[-1]
 
     uploads, new_memory = client_round(job.algorithm, s, _stack(clients, memory), gradient, t)
