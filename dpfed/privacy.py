@@ -174,13 +174,12 @@ def survey(model: FlatModel, example: Records, dtype: torch.dtype | None = None)
     """Try one record. A tensor that is also used otherwise than in a product that is seen through is not among the uses."""
     theta = model.theta0()
     frozen, weights = model.frozen(dtype), model.layout.views(flat.in_dtype(theta, dtype).requires_grad_())
-    own = {x.untyped_storage().data_ptr() for x in (*frozen.values(), *weights.values(), *example.values())}
+    own = {_place(x) for x in (*frozen.values(), *weights.values(), *example.values())}
     saved, shapes = dict[int, int](), list[tuple[int, ...]]()
 
     def pack(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in own:
-            saved[storage.data_ptr()] = storage.nbytes()
+        if _place(x) not in own:
+            saved[_place(x)] = x.untyped_storage().nbytes()
         return x
 
     def probe(name: str, out: Tensor) -> Tensor:
@@ -194,8 +193,14 @@ def survey(model: FlatModel, example: Records, dtype: torch.dtype | None = None)
     uses: dict[str, tuple[Use, ...]] = {}
     for product, shape in zip(products.found, shapes, strict=True):
         uses[product.name] = (*uses.get(product.name, ()), Use(product.kind, product.rows.shape[0], shape))
-    small = {name for name, some in uses.items() if num_in_factors(some, weights[name].shape) >= weights[name].numel()}
-    return Survey({name: some for name, some in uses.items() if name not in direct | small}, sum(saved.values()))
+    alike = {name: some for name, some in uses.items() if name not in direct and len({use.kind for use in some}) == 1}
+    less = {name: some for name, some in alike.items() if num_in_factors(some, weights[name].shape) < weights[name].numel()}
+    return Survey(less, sum(saved.values()))
+
+
+def _place(x: Tensor) -> int:
+    """Of its memory, of which there may be none behind it (on the device ``meta``)."""
+    return x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def num_in_factors(uses: Sequence[Use], shape: Sequence[int]) -> int:
