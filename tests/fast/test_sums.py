@@ -167,8 +167,8 @@ def test_a_norm_by_factors_is_never_below_the_true_one() -> None:
     x, y = torch.randn(40, 30, 300), torch.randn(40, 30, 200)
     opposite = torch.cat([x, x * (1 + 1e-4 * torch.randn(40, 30, 300))], 1), torch.cat([y, -y], 1)
     points, mask = [(1.0, model.theta0().unsqueeze(0))], torch.ones(1, 40, dtype=torch.bool)
-    for (x, y), most in ((opposite, math.inf), ((x, y), 1.001)):
-        examples = {"x": x.unsqueeze(0), "y": y.unsqueeze(0)}
+    for (inside, outside), most in ((opposite, math.inf), ((x, y), 1.001)):
+        examples = {"x": inside.unsqueeze(0), "y": outside.unsqueeze(0)}
         sums = surveyed(model, examples)
         assert sums.survey.uses
         _, norms = sums.clipped(points, examples, mask, 1.0)
