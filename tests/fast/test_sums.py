@@ -283,15 +283,15 @@ def test_little_is_computed_in_vain(batch_size: int, num_clients: int) -> None:
 class _NoWaiting(TorchFunctionMode):
     """On a GPU each of these waits until all that was asked for is done."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, given: Any = (), named: Any = None) -> Any:
         assert getattr(func, "__name__", "") not in {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__"}
-        return func(*args, **(kwargs or {}))
+        return func(*given, **(named or {}))
 
 
 class _NoNumbers(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, given: Any = (), named: Any = None) -> Any:
         assert func is not torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
+        return func(*given, **(named or {}))
 
 
 @contextmanager
