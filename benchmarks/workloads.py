@@ -34,7 +34,7 @@ class Workload(NamedTuple):
     side: int
     classes: int
     tokens: bool = False
-    memory_gib: float = 16.0
+    memory_gib: float = 24.0
 
     def shape(self, tiny: bool) -> tuple[int, int]:
         return (2, 3) if tiny else (self.num_clients, self.batch_size)
@@ -182,7 +182,7 @@ WORKLOADS = {
     "vit-base": Workload(vit_base, 5, 16, 224, 100),
     "vit-tiny": Workload(vit_tiny, 10, 50, 32, 100),
     "swin-tiny": Workload(swin_tiny, 5, 16, 224, 100),
-    "swin-base": Workload(swin_base, 5, 16, 224, 100),
+    "swin-base": Workload(swin_base, 5, 16, 224, 100, memory_gib=32.0),
     "roberta-base": Workload(roberta_base, 4, 16, 128, 2, tokens=True),
     "resnet-18": Workload(resnet, 10, 50, 32, 100, memory_gib=24.0),
     "vit-base, all": Workload(vit_base_full, 5, 16, 224, 100, memory_gib=40.0),

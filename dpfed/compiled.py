@@ -29,6 +29,12 @@ Program = Callable[[list[Tensor]], Outputs]
 Run = Callable[[Hashable, Function, Held, Inputs], Outputs]
 
 _PROGRAMS: dict[Hashable, Program | str] = {}
+_NUMBERS: dict[Hashable, int] = {}
+
+
+def number_of(key: Hashable) -> int:
+    """The same number for equal keys, in this process: a long key is then looked at once, and not at every step."""
+    return _NUMBERS.setdefault(key, len(_NUMBERS))
 
 
 def directly(key: Hashable, function: Function, held: Held, inputs: Inputs) -> Outputs:
@@ -48,6 +54,7 @@ class Compiler:
     num_programs: int = 0
     notes: list[str] = field(default_factory=list[str])
     _graphs: dict[Hashable, Program] = field(default_factory=dict[Hashable, Program], repr=False)
+    _shapes: dict[int, tuple[Held, int]] = field(default_factory=dict[int, tuple[Held, int]], repr=False)
 
     def __call__(self, key: Hashable, function: Function, held: Held, inputs: Inputs) -> Outputs:
         """``function(held | inputs)``. What it computes depends on nothing else but what is in the key.
@@ -60,8 +67,10 @@ class Compiler:
             for value in inputs.values()
         ]
         fixed, names = list(held.values()), [*held, *inputs]
-        shapes = tuple((name, x.shape, x.dtype) for name, x in zip(names, fixed + tensors, strict=True))
-        whole = (key, shapes, device, self.backend)
+        if id(held) not in self._shapes:  # which is kept, so that nobody else gets its place
+            self._shapes[id(held)] = held, number_of(tuple((name, x.shape, x.dtype) for name, x in held.items()))
+        shapes = tuple((name, x.shape, x.dtype) for name, x in zip(inputs, tensors, strict=True))
+        whole = (key, self._shapes[id(held)][1], shapes, device, self.backend)
         with torch.no_grad():
             if whole not in _PROGRAMS:
                 began = time.monotonic()
@@ -72,7 +81,7 @@ class Compiler:
                 self._note(program)
                 return function({**held, **inputs})
             if self.graphs and device.type == "cuda":
-                return self._graph((whole, *map(id, fixed)), program, fixed, tensors)(tensors)
+                return self._graph((whole, id(held)), program, fixed, tensors)(tensors)
             return program(fixed + tensors)
 
     def _program(self, function: Function, names: list[str], tensors: list[Tensor]) -> Program | str:

@@ -43,7 +43,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, vmap
 
 from dpfed import flat
-from dpfed.compiled import Inputs, Outputs, Run, anatomy, directly, narrow_products
+from dpfed.compiled import Inputs, Outputs, Run, anatomy, directly, narrow_products, number_of
 from dpfed.fast import Products
 from dpfed.flat import FlatModel, Records, widened
 from dpfed.keyed import fold
@@ -234,10 +234,14 @@ class Sums:
     run: Run = directly
 
     @cached_property
-    def _identity(self) -> Any:
+    def _identity(self) -> int:
         model = self.model
         parts = model.layout.parts, tuple(self.survey.uses.items())
-        return anatomy((model.module, model.criterion, model.augment)), parts, self.dtype
+        return number_of((anatomy((model.module, model.criterion, model.augment)), parts, self.dtype))
+
+    @cached_property
+    def _frozen(self) -> Records:
+        return {f"frozen.{name}": x for name, x in self.held.items()}
 
     def clipped(
         self,
@@ -279,7 +283,7 @@ class Sums:
         inputs |= {f"example.{name}": column for name, column in examples.items()}
         key = self._identity, cast(Any, function).func.__name__, asked
         with narrow_products(self.dtype is not None):
-            return self.run(key, partial(function, asked), {f"frozen.{name}": x for name, x in self.held.items()}, inputs)
+            return self.run(key, partial(function, asked), self._frozen, inputs)
 
 
 def _part_of(inputs: Inputs, kind: str) -> dict[str, Any]:

@@ -257,7 +257,7 @@ def surveyed(job: Job) -> Survey:
 def first_record(job: Job) -> Records:
     """One record, of which only the shapes matter."""
     record = {name: column[0] for name, column in job.federation.records.items()}
-    return record | {"key": torch.zeros_like(record["y"], dtype=torch.long)} if job.model.needs_key else record
+    return record | {"key": record["y"].new_zeros((), dtype=torch.long)} if job.model.needs_key else record
 
 
 def batch_shape(job: Job, num_rows: int) -> Shape:
