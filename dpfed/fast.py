@@ -283,26 +283,33 @@ class Product(NamedTuple):
 
 
 class Products(TorchFunctionMode):
-    """Watches a forward pass for products with these weights; convolutions among them become products of patches.
+    """Watches a forward pass for products with these weights; ``by_patches``: convolutions among them become such products.
 
     To what comes out of a product with one of ``large``, ``probe(name, out)`` is added. From there this weight gets no
     gradient; that of the probe is the other factor of what it would have been. ``found`` are these products in their order.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], large: Collection[str], probe: Callable[[str, Tensor], Tensor]) -> None:
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        large: Collection[str],
+        probe: Callable[[str, Tensor], Tensor],
+        by_patches: bool = True,
+    ) -> None:
         super().__init__()
         self.found: list[Product] = []
-        self._weights, self._large, self._probe = weights, large, probe
+        self._weights, self._large, self._probe, self._by_patches = weights, large, probe, by_patches
 
     def __torch_function__(self, func: Any, types: Any, given: Any = (), named: Any = None) -> Any:
         named, product = named or {}, _PRODUCTS.get(func)
         weight = given[1] if len(given) > 1 else named.get("weight")
         name = None if product is None else next((n for n, other in self._weights.items() if other is weight), None)
-        sight = None if product is None or name is None else product(*given, **named)
-        if name is None or sight is None:
+        probed = name in self._large
+        if name is None or product is None or not (probed or (product is _convolution and self._by_patches)):
             return func(*given, **named)
-        if name not in self._large:
-            return sight.finish(sight.multiply(weight))
+        sight = product(*given, **named)
+        if sight is None or not probed:
+            return func(*given, **named) if sight is None else sight.finish(sight.multiply(weight))
         out = sight.multiply(weight.detach())
         self.found.append(Product(sight.kind, name, sight.rows))
         return sight.finish(out + self._probe(name, out))

@@ -170,8 +170,12 @@ class Survey:
     num_saved: int = 0
 
 
-def survey(model: FlatModel, example: Records, dtype: torch.dtype | None = None) -> Survey:
-    """Try one record. A tensor that is also used otherwise than in a product that is seen through is not among the uses."""
+def survey(model: FlatModel, example: Records, dtype: torch.dtype | None = None, times_smaller: float | None = None) -> Survey:
+    """Try one record. A tensor that is also used otherwise than in a product that is seen through is not among the uses.
+
+    ``times_smaller``: how much the factors of several rows have to be smaller than their product. By default 4 on a CPU, where
+    the arithmetic of their norms is dear, and 1 elsewhere, where memory is (benchmarks/NOTES.md).
+    """
     theta = model.theta0()
     frozen, weights = model.frozen(dtype), model.layout.views(flat.in_dtype(theta, dtype).requires_grad_())
     own = {_place(x) for x in (*frozen.values(), *weights.values(), *example.values())}
@@ -194,8 +198,10 @@ def survey(model: FlatModel, example: Records, dtype: torch.dtype | None = None)
     for product, shape in zip(products.found, shapes, strict=True):
         uses[product.name] = (*uses.get(product.name, ()), Use(product.kind, product.rows.shape[0], shape))
     alike = {name: some for name, some in uses.items() if name not in direct and len({use.kind for use in some}) == 1}
-    less = {name: some for name, some in alike.items() if num_in_factors(some, weights[name].shape) < weights[name].numel()}
-    return Survey(less, sum(saved.values()))
+    several = times_smaller or (4 if theta.device.type == "cpu" else 1)
+    times = {name: 1 if sum(use.length for use in some) == 1 else several for name, some in alike.items()}
+    less = [name for name in alike if times[name] * num_in_factors(alike[name], weights[name].shape) < weights[name].numel()]
+    return Survey({name: alike[name] for name in less}, sum(saved.values()))
 
 
 def _place(x: Tensor) -> int:
@@ -296,7 +302,7 @@ def _plain(sums: Sums, asked: Asked, inputs: Inputs) -> Outputs:
 
     def total(weights: Records, examples: Records, mask: Tensor) -> Tensor:
         def of_record(example: Records) -> Tensor:
-            with Products(weights, (), _no_probe):
+            with Products(weights, (), _no_probe, by_patches=mask.device.type != "cpu"):
                 return loss(weights | frozen, example)
 
         return torch.where(mask, vmap(of_record)(examples), 0).sum()
@@ -415,9 +421,11 @@ def _of_records(sums: Sums, asked: Asked, inputs: Inputs, number: int) -> dict[s
     closed = {name: weight for name, weight in weights.items() if name in large}
     probes = {name: [closed[name].new_zeros(use.shape) for use in uses] for name, uses in large.items()}
 
+    by_patches = theta.device.type != "cpu"  # there, plain convolutions are faster
+
     def of_record(small: Records, probes: dict[str, list[Tensor]], closed: Records, example: Records) -> tuple[Tensor, Any]:
         left, rows = {name: iter(some) for name, some in probes.items()}, defaultdict[str, list[Tensor]](list)
-        with Products(small | closed, closed, lambda name, out: next(left[name])) as products:
+        with Products(small | closed, closed, lambda name, out: next(left[name]), by_patches) as products:
             value = loss(small | closed | frozen, example)
         for product in products.found:
             rows[product.name].append(product.rows)

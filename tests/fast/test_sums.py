@@ -96,9 +96,8 @@ def world(name: str, dtype: torch.dtype = torch.float64) -> tuple[FlatModel, Ten
 
 
 def surveyed(model: FlatModel, examples: Records, dtype: torch.dtype | None = None) -> Sums:
-    return Sums(
-        model, survey(model, {name: column[0, 0] for name, column in examples.items()}, dtype), dtype, model.frozen(dtype)
-    )
+    seen = survey(model, {name: column[0, 0] for name, column in examples.items()}, dtype, times_smaller=1)
+    return Sums(model, seen, dtype, model.frozen(dtype))
 
 
 def by_hand(
