@@ -50,8 +50,10 @@ def per_record(attend: Attend, mask: Tensor | None, dims: tuple[int | None, int 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @pytest.mark.parametrize(
     ("kind", "causal"),
-    [("none", False), ("none", True), ("of the model", False), ("of the windows", False), ("of the record", False)]
-    + [("learnt, for all windows", False)],
+    [
+        *((kind, False) for kind in ("none", "of the model", "of the windows", "of the record", "learnt, for all windows")),
+        ("none", True),
+    ],
 )
 def test_gradients_of_records_and_clients(
     kind: str, causal: bool, dtype: torch.dtype, tolerance: float, compiled: bool
