@@ -35,6 +35,7 @@ ORDER = (
     "pieces",
     "algorithm",
     "algorithms/",
+    "alternating",
     "optim",
     "engines/",
     "models/",

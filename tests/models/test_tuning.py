@@ -47,8 +47,8 @@ def logits(model: Any, row: Records) -> torch.Tensor:
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_trained_adapter_loads_in_plain_peft(name: str, tmp_path: Path) -> None:
     family, (build, auto, classes) = TRANSFORMERS[name], LOADERS[name]
-    base = family.build()
-    base.model.save_pretrained(tmp_path / "base")
+    pretrained: Any = family.build()
+    pretrained.model.save_pretrained(tmp_path / "base")
     own = [tmp_path / "base"] if classes is None else [tmp_path / "base", classes]
     module = nn.Sequential(nn.Identity(), lora(build(*own), rank=2)) if name == "vit" else lora(build(*own), rank=2)
     records = family.records(12)

@@ -194,14 +194,16 @@ def test_a_cohort_is_its_clients_one_by_one(tmp_path: Any) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_it_draws_the_same() -> None:
+@pytest.mark.parametrize(("name", "backend"), [("net", "inductor"), ("bert", "aot_eager")])
+def test_compiled_it_draws_the_same(name: str, backend: str) -> None:
     pytest.importorskip("transformers")
-    family = TRANSFORMERS["bert"]
-    model = FlatModel(lora(bert(dropout=0.2), rank=2, dropout=0.3), family.criterion)
-    records = {k: v.unflatten(0, (2, 3)) for k, v in (family.records(6) | {"key": torch.arange(6)}).items()}
+    module = net() if name == "net" else lora(bert(dropout=0.2), rank=2, dropout=0.3)
+    model, records = FlatModel(module), {"x": torch.randn(6, 4), "y": torch.arange(6) % 3}
+    records = (records if name == "net" else TRANSFORMERS["bert"].records(6)) | {"key": torch.arange(6)}
+    batch = {k: v.unflatten(0, (2, 3)) for k, v in records.items()}
     theta = model.theta0().expand(2, -1) + 0.01
     gradients = vmap(vmap(grad(model.loss), in_dims=(None, 0)))
-    expected = gradients(theta, records)
+    expected = gradients(theta, batch)
     torch.compiler.reset()
-    found = torch.compile(gradients, fullgraph=True)(theta, records)
+    found = torch.compile(gradients, fullgraph=True, backend=backend)(theta, batch)
     assert (found - expected).norm() <= 1e-5 * expected.norm()
