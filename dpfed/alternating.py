@@ -44,19 +44,11 @@ class Alternating:
         return f"{type(self.algorithm).__name__} by turns"
 
     def server_init(self, theta: Tensor, layout: Layout) -> Turns:
-        parts = [_part(layout, number) for number in range(2)]
-        if not all(part.parts for part in parts):
-            raise InputError(
-                f"algorithm: {self.name} needs a model with LoRA, whose A and B are both trained. Take lora(module)."
-            )
-        ends = layout.group("lora_B").start
-        return Turns(
-            *map(
-                self.algorithm.server_init,
-                (theta[..., :ends], theta[..., ends:]),
-                [_part(layout, number) for number in range(2)],
-            )
-        )
+        if not {"lora_A", "lora_B"} <= {part.group for part in layout.parts}:
+            raise InputError(f"algorithm: {self.name} needs a model with LoRA, both A and B of which are trained. See lora().")
+        end = layout.group("lora_B").start
+        vectors, parts = (theta[..., :end], theta[..., end:]), [_part(layout, number) for number in range(2)]
+        return Turns(*map(self.algorithm.server_init, vectors, parts))
 
     def client_init(self, s: Turns, memory: Tree, t: Round) -> Tree:
         return self.algorithm.client_init(s[t.index % 2], memory, _own(t))

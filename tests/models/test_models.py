@@ -103,6 +103,15 @@ def test_the_loss_of_a_sequence_is_that_of_transformers() -> None:
         torch.testing.assert_close(model.loss(model.theta0(), row), theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_many_records_are_judged_as_one_after_the_other(name: str) -> None:
+    family = TRANSFORMERS[name]
+    model, records = FlatModel(moved(family.build()), family.criterion), family.records(5)
+    theta = model.theta0()
+    alone = [model.loss(theta, {k: v[i] for k, v in records.items()}).item() for i in range(5)]
+    assert model.evaluate(theta, records, at_once=2)["loss"] == pytest.approx(sum(alone) / 5, rel=1e-5)
+
+
 def count(module: nn.Module, trained: bool = False) -> int:
     return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained)
 
