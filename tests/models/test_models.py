@@ -25,6 +25,7 @@ from dpfed.tasks.citation import GraphConvolution
 from tests.models.tiny import OTHERS, TRANSFORMERS, Family
 
 pytest.importorskip("transformers")
+pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::DeprecationWarning:torch")
 
 

@@ -106,7 +106,7 @@ KEYED = {
 
 @pytest.mark.parametrize("name", KEYED)
 def test_masks_depend_on_the_record_alone(name: str) -> None:
-    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
     family = TRANSFORMERS[name]
     torch.manual_seed(0)
     model = FlatModel(lora(family.build(**KEYED[name]), rank=2, dropout=0.3), family.criterion)
@@ -196,7 +196,7 @@ def test_a_cohort_is_its_clients_one_by_one(tmp_path: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "backend"), [("net", "inductor"), ("bert", "aot_eager")])
 def test_compiled_it_draws_the_same(name: str, backend: str) -> None:
-    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
     module = net() if name == "net" else lora(bert(dropout=0.2), rank=2, dropout=0.3)
     model, records = FlatModel(module), {"x": torch.randn(6, 4), "y": torch.arange(6) % 3}
     records = (records if name == "net" else TRANSFORMERS["bert"].records(6)) | {"key": torch.arange(6)}
