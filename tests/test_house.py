@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 # From the ground to the roof: a module imports only what stands before it. A folder is one storey, named with a slash.
 ORDER = (
     "errors",
+    "secure",
     "fast",
     "keyed",
     "metrics",
@@ -28,7 +29,6 @@ ORDER = (
     "planning",
     "ledger",
     "store",
-    "secure",
     "mechanism",
     "privacy",
     "pieces",
@@ -45,6 +45,7 @@ ORDER = (
     "recipe",
     "published",
     "forecast",
+    "client",
     "rounds",
     "catalogue",
     "audit",
