@@ -99,4 +99,4 @@ def test_killed_at_200_points(tmp_path: Path) -> None:
     assert lost_by["charged"] == kinds.count("charged"), "between charge and release: charged, and never released"
     assert lost_by["released"] == 0
     assert lost_by["instruction"] < kinds.count("instruction"), "most fall before the charge stands, and nothing is lost"
-    assert len(uploads) > 100
+    assert len(uploads) >= kinds.count("released"), "at the least, however slow the machine"
