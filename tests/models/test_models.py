@@ -131,6 +131,15 @@ def test_parameter_counts_of_vision_models(name: Any, num_classes: int, publishe
         assert count(image_classifier(configuration(name), num_classes)) == published
 
 
+def test_depths_widths_and_heads_are_those_of_the_dp_fedadamw_paper() -> None:
+    tiny, large = configuration("swin-tiny"), configuration("swin-base")
+    assert (tiny.depths, tiny.embed_dim, tiny.num_heads) == ([2, 2, 6, 2], 96, [3, 6, 12, 24])
+    assert (large.depths, large.embed_dim, large.num_heads) == ([2, 2, 18, 2], 128, [4, 8, 16, 32])
+    for config in (configuration("vit-base"), configuration("roberta-base")):
+        assert (config.num_hidden_layers, config.num_attention_heads) == (12, 12)
+        assert (config.hidden_size, config.intermediate_size) == (768, 3072)
+
+
 def test_parameter_counts_of_language_models() -> None:
     from dpfed.models import causal_lm
 
