@@ -154,9 +154,9 @@ def lora(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, s
 class LoraProducts(nn.Module):
     """What stands before PEFT's linear layer of low rank: the same by ``lora``, wherever it is nothing more than that."""
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        parts = None if args or kwargs else _parts(self, x)
-        return super().forward(x, *args, **kwargs) if parts is None else lora(x, *parts)
+    def forward(self, x: Tensor, *further: Any, **named: Any) -> Tensor:
+        parts = None if further or named else _parts(self, x)
+        return super().forward(x, *further, **named) if parts is None else lora(x, *parts)
 
 
 def _parts(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float] | None:
@@ -164,12 +164,12 @@ def _parts(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     if len(names) != 1 or layer.disable_adapters or layer.merged or names[0] in layer.lora_variant:
         return None
-    [name], base = names, layer.base_layer
+    [name], large = names, layer.base_layer
     a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
-    plain = all(type(part) is nn.Linear for part in (base, a, b)) and a.bias is None and b.bias is None
-    if not plain or getattr(dropout, "p", 0.0) or {w.dtype for w in (base.weight, a.weight, b.weight)} != {x.dtype}:
+    plain = all(type(part) is nn.Linear for part in (large, a, b)) and a.bias is None and b.bias is None
+    if not plain or getattr(dropout, "p", 0.0) or {w.dtype for w in (large.weight, a.weight, b.weight)} != {x.dtype}:
         return None
-    return base.weight, base.bias, a.weight, b.weight, float(layer.scaling[name])
+    return large.weight, large.bias, a.weight, b.weight, float(layer.scaling[name])
 
 
 @cache

@@ -119,14 +119,14 @@ class Products(TorchDispatchMode):
         self.small: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         self.biggest = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def __torch_dispatch__(self, func: Any, types: Any, given: tuple[Any, ...] = (), named: Any = None) -> Any:
+        out = func(*given, **(named or {}))
         if func is torch.ops.dpfed.product.default:
-            x, weight, _, *others = args
+            x, weight, _, *others = given
             self.small.append((tuple(x.shape), tuple(weight.shape)))
             self.large += [tuple(other.shape) for other in others[1:] if other is not None]
         elif func is torch.ops.aten.bmm.default:
-            self.small.append(tuple(tuple(x.shape) for x in args))
+            self.small.append(tuple(tuple(x.shape) for x in given))
         elif func is torch.ops.aten.clone.default or func is torch.ops.aten.copy_.default:
             self.biggest = max(self.biggest, out.numel())
         return out
