@@ -19,6 +19,7 @@ ORDER = (
     "keyed",
     "dropout",
     "fast",
+    "fast_lora",
     "metrics",
     "flat",
     "augment",
