@@ -33,7 +33,7 @@ import tyro
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.workloads import RUNS, WORKLOADS, Lora, WholeRun, Workload
+from benchmarks.workloads import RUNS, WORKLOADS, Lora, WholeRun, Workload, with_fast_lora
 from dpfed import fast
 from dpfed.algorithm import Round
 from dpfed.algorithms import FedAdamW, FedAvg
@@ -69,9 +69,12 @@ class Cohort(NamedTuple):
         torch.manual_seed(1)
         return self.workload.examples(self.tiny, self.device, dtype)
 
+    def model(self, attention: str) -> FlatModel:
+        return FlatModel(with_fast_lora(self.module(attention, torch.float32)))
+
     def engine(self, mechanism: Mechanism, attention: str, algorithm: Any = None) -> SimulationEngine:
         """The product's own simulation, of clients whose records are their batch."""
-        model, (num_clients, size) = FlatModel(self.module(attention, torch.float32)), self.workload.shape(self.tiny)
+        model, (num_clients, size) = self.model(attention), self.workload.shape(self.tiny)
         records = {name: column.flatten(0, 1) for name, column in self.examples(torch.float32).items()}
         federation = Federation(records, tuple(torch.arange(num_clients * size).split(size)))
         job = Job(model, federation, algorithm or FedAvg(lr=LR, weight_decay=0.0), mechanism, 0, cohort=num_clients)
@@ -275,7 +278,7 @@ def whole_run(name: str, tiny: bool, device: str, deadline: float, seconds: floa
 
     class Random:
         def build(self, seed: int) -> tuple[FlatModel, Federation]:
-            return FlatModel(workload.build("dpfed", tiny)), federation
+            return FlatModel(with_fast_lora(workload.build("dpfed", tiny))), federation
 
     engine = Simulation(device, workload.memory_gib, precision="bfloat16", compile="yes")
     mechanism, steps = Gaussian(sigma=SIGMA, clip=CLIP, batch_size=size), 2 if tiny else planned.local_steps

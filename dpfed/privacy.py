@@ -57,6 +57,7 @@ from dpfed.mechanism import expected_size as expected_size
 from dpfed.mechanism import protection as protection
 
 ALL = slice(None)
+BLOCK = 512  # squares that are added up in the dtype of the gradients; what is beyond in float64
 STABLE = 0.01  # automatic clipping: added to the norm, so that a gradient near 0 is not blown up
 CLIP_STEP = 0.2  # adaptive clipping: of the logarithm of the threshold, for a share that is off by 1
 
@@ -296,6 +297,11 @@ def _part_of(inputs: Inputs, kind: str) -> dict[str, Any]:
     return {name.removeprefix(f"{kind}."): value for name, value in inputs.items() if name.startswith(f"{kind}.")}
 
 
+def _weights(sums: Sums, theta: Tensor) -> Records:
+    layout, theta = sums.model.layout, flat.in_dtype(theta, sums.dtype)
+    return layout.views(theta) if theta.device.type == "cpu" else layout.aligned(theta)
+
+
 def _plain(sums: Sums, asked: Asked, inputs: Inputs) -> Outputs:
     frozen, mask = _part_of(inputs, "frozen"), cast(Tensor, inputs["mask"])
     loss, examples = _varied(sums.model.loss, asked.num_variants), sums.model.in_dtype(_part_of(inputs, "example"), sums.dtype)
@@ -311,7 +317,7 @@ def _plain(sums: Sums, asked: Asked, inputs: Inputs) -> Outputs:
         whole: list[Tensor] = []
         for number in range(asked.num_points):
             theta, factor = cast(Tensor, inputs[f"theta.{number}"]), inputs[f"factor.{number}"]
-            weights = sums.model.layout.views(flat.in_dtype(theta, sums.dtype))
+            weights = _weights(sums, theta)
             grads = cast(Records, vmap(grad(total))(weights, examples, mask))
             found = torch.cat([grads[part.name].flatten(1).to(theta.dtype) for part in sums.model.layout.parts], dim=-1)
             whole.append(factor * found[:, asked.start : asked.stop])
@@ -340,7 +346,7 @@ class _Gradient(NamedTuple):
     g: Tensor
 
     def norms(self) -> Tensor:
-        return torch.linalg.vector_norm(widened(self.g), dim=-1)
+        return lengths(widened(self.g))
 
     def total(self, scale: Tensor, usable: Tensor) -> Tensor:
         """The sum of the records' gradients, each times its scale; without those that are not usable, whatever they are."""
@@ -365,16 +371,16 @@ class _Factors(NamedTuple):
         """Never below the true norm. With several rows the sum of products may cancel, and its rounding error is then large
         beside it: so that error's size is added, sqrt(in + out) eps (sum_l |x_l| |g_l|)^2."""
         x, g = self._wide()
-        least, table = torch.finfo(g.dtype).tiny, self.kind == "table"
-        squares = g.square().sum(-1).clamp(min=least)
+        least, table = math.sqrt(torch.finfo(g.dtype).tiny), self.kind == "table"
+        each = lengths(g).clamp(min=least)
         if not table:
-            squares = squares * x.square().sum(-1).clamp(min=least)
+            each = each * lengths(x).clamp(min=least)
         if x.shape[2] == 1:
-            return squares.squeeze(-1).sqrt()
+            return each.squeeze(-1)
         alike = x.unsqueeze(-1) == x.unsqueeze(-2) if table else x @ x.transpose(-1, -2)
         found = (alike * (g @ g.transpose(-1, -2))).sum((-1, -2)).clamp(min=0)
         width = g.shape[-1] + (0 if table else x.shape[-1])
-        return (found + math.sqrt(width) * torch.finfo(g.dtype).eps * squares.sqrt().sum(-1).square()).sqrt()
+        return (found + math.sqrt(width) * torch.finfo(g.dtype).eps * each.sum(-1).square()).sqrt()
 
     def total(self, scale: Tensor, usable: Tensor) -> Tensor:
         x, g = self._wide()
@@ -415,7 +421,7 @@ def _of_records(sums: Sums, asked: Asked, inputs: Inputs, number: int) -> dict[s
     within = {part.name: some for part, some in zip(layout.parts, ranges(layout.sizes, asked.start, asked.stop), strict=True)}
     whole = {part.name for part in layout.parts if within[part.name] == (0, part.size)}
     large = {name: uses for name, uses in sums.survey.uses.items() if name in whole and asked.num_variants == 1}
-    frozen, weights = _part_of(inputs, "frozen"), layout.views(flat.in_dtype(theta, sums.dtype))
+    frozen, weights = _part_of(inputs, "frozen"), _weights(sums, theta)
     examples = sums.model.in_dtype(_part_of(inputs, "example"), sums.dtype)
     loss = _varied(sums.model.loss, asked.num_variants)
     closed = {name: weight for name, weight in weights.items() if name in large}
@@ -444,6 +450,16 @@ def _of_records(sums: Sums, asked: Asked, inputs: Inputs, number: int) -> dict[s
         elif start < stop:
             found[part.name] = _Gradient(grads[part.name].reshape(*examples["y"].shape[:2], -1)[..., start:stop])
     return found
+
+
+def lengths(x: Tensor) -> Tensor:
+    """The L2 norms over the last axis. In float32 a sum over millions of squares would be off by half a percent, and the clip
+    with it; block by block it is right to 2^-16."""
+    num_blocks = x.shape[-1] // BLOCK
+    whole = x[..., : num_blocks * BLOCK].unflatten(-1, (num_blocks, BLOCK))
+    rest = x[..., num_blocks * BLOCK :]
+    both = torch.cat([torch.linalg.vector_norm(whole, dim=-1), rest], dim=-1)
+    return torch.linalg.vector_norm(both.double(), dim=-1).to(x.dtype)
 
 
 def shrinkage(norms: Tensor, clip: Tensor | float, clipping: Clipping) -> Tensor:
@@ -511,7 +527,7 @@ def clipped_upload(fields: Fields, clip: float, clipping: Clipping) -> tuple[dic
 
     An upload that is not finite counts as zero.
     """
-    norms = torch.linalg.vector_norm(torch.cat(list(fields.values()), dim=-1), dim=-1, keepdim=True)
+    norms = lengths(torch.cat(list(fields.values()), dim=-1)).unsqueeze(-1)
     usable = norms.isfinite()
     scale = torch.where(usable, shrinkage(norms, clip, clipping), 0)
     return {name: scale * field.where(usable, 0) for name, field in fields.items()}, _within(norms, clip)
