@@ -12,6 +12,7 @@ from torch.func import grad, vmap
 
 from dpfed import FedAvg, FlatModel, Gaussian, InputError, Recipe, Simulation, Task, iid, run
 from dpfed.dropout import drawing, dropped, with_keyed_dropout
+from dpfed.flat import Records
 from dpfed.models import lora
 from tests.models.tiny import TRANSFORMERS, bert, swin
 
