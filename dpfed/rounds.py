@@ -256,7 +256,8 @@ def fingerprint(model: FlatModel, federation: Federation) -> str:
     content = hashlib.blake2b(digest_size=16)
     test = federation.test or {}
     columns = [("theta0", model.theta0()), *federation.records.items(), *test.items()]
-    for name, vector in [*columns, *((str(i), rows) for i, rows in enumerate(federation.clients))]:
+    shares = [("rows", federation.shares.rows), ("sizes", torch.tensor(federation.sizes))]
+    for name, vector in [*columns, *shares]:
         content.update(f"{name}{tuple(vector.shape)}{vector.dtype}".encode())
         content.update(vector.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return content.hexdigest()
