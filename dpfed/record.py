@@ -6,7 +6,8 @@
     lock                     held by the one process that writes; the system frees it when that process dies
 
 Round t is `charge(receipts)`, then the release (the server steps), then `append(row)`, then `checkpoint(state, t + 1)`.
-Each is on the disk before it returns. A resumed run does `restore()`, then `rewind(t)`. So a SIGKILL can only fall
+A charge is on the disk before `charge` returns, rows before the checkpoint that follows them, and a checkpoint before it takes
+the place of the last. A resumed run does `restore()`, then `rewind(t)`. So a SIGKILL can only fall
 
 - into `create`: the ledger is written last and makes the folder a run; without it nothing was charged, create it anew.
 - before or into `charge`: nothing of round t was released. Whole lines count, a torn last one does not. Round t is done
@@ -50,7 +51,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from dpfed.errors import InputError
-from dpfed.ledger import Event, Ledger, Receipt
+from dpfed.ledger import Bill, Event, Ledger, Receipt
 from dpfed.report import table_text
 
 RECIPE, ENVIRONMENT, ROWS, LEDGER = "recipe.json", "environment.json", "rows.jsonl", "ledger.jsonl"
@@ -76,7 +77,8 @@ class RunRecord:
 
     def __init__(self, path: str | Path) -> None:
         self.path, self.ledger, self.rows, self.delta = Path(path), Ledger(), list[dict[str, Any]](), math.nan
-        self._charged, self._announced, self._ends = set[tuple[int, int]](), set[int](), dict[str, int]()
+        self._num_charges, self._due = 0, list[Bill]()  # in the file; in the ledger, but not in the file yet
+        self._announced, self._ends = set[int](), dict[str, int]()
         self._release: weakref.finalize[..., RunRecord] | None = None
         if not (self.path / LEDGER).is_file():
             raise InputError(f"{self.path}: there is no run here ({LEDGER} is missing). Name the folder of a run.")
@@ -93,8 +95,8 @@ class RunRecord:
                     self._announced.add(line["round"])
                     continue
                 events = Counter({Event.from_json(event): count for event, count in line["events"]})
-                self.ledger.post([Receipt(line["client"], line["t"], events)])
-                self._charged.add((line["client"], line["t"]))
+                charged = self.ledger.post(Receipt(client, line["t"], events) for client in line["clients"])
+                self._num_charges += sum(len(bill.clients) for bill in charged)
             except (KeyError, TypeError, ValueError) as error:
                 raise InputError(f"{where}: this is no charge ({error}). Put the file back as it was.") from error
         if math.isnan(self.delta):
@@ -140,23 +142,25 @@ class RunRecord:
 
         ``announced``: the rounds that every client joined by an independent coin, and its rate (`Ledger.announce`).
         """
-        receipts, announced = list(receipts), announced or {}
+        announced = announced or {}
         self._own()
-        self.ledger.post(receipts)  # refuses contradictions; when the disk then fails, it is ahead of the file, never behind
+        self._due += self.ledger.post(receipts)  # when the disk then fails, the ledger is ahead of the file, never behind
         self.ledger.announce(announced)
         rounds = {t: rate for t, rate in announced.items() if t not in self._announced}
-        fresh = {(client, t): events for client, t, events in receipts if (client, t) not in self._charged}
-        plain = {key: [[event.to_json(), count] for event, count in events.items()] for key, events in fresh.items()}
-        lines = [{"client": client, "t": t, "events": events} for (client, t), events in plain.items()]
+        lines: list[dict[str, Any]] = [
+            {"t": t, "clients": clients, "events": [[event.to_json(), count] for event, count in sorted(plan)]}
+            for t, clients, plan in self._due
+        ]
         self._append(LEDGER, lines + [{"round": t, "rate": rate} for t, rate in rounds.items()])
-        self._charged.update(fresh)
+        self._num_charges += sum(len(bill.clients) for bill in self._due)
+        self._due.clear()
         self._announced.update(rounds)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add the row of one round."""
+        """Add the row of one round; durable with the next checkpoint, without which the round is done again."""
         self._own()
         checked = self._checked(dict(row), f"{self.path / ROWS}, new row")
-        self._append(ROWS, [checked])
+        self._append(ROWS, [checked], durable=False)
         self.rows.append(checked)
 
     def rewind(self, t: int) -> None:
@@ -173,14 +177,14 @@ class RunRecord:
 
     def checkpoint(self, tensors: Mapping[str, Tensor], t: int) -> None:
         """Save the state before round t in place of the last one, whole or not at all."""
-        self._save(CHECKPOINT, tensors, {"t": t, "num_charges": len(self._charged)})
+        self._save(CHECKPOINT, tensors, {"t": t, "num_charges": self._num_charges})
 
     def restore(self) -> tuple[int, dict[str, Tensor]] | None:
         """The next round and the state before it, on the CPU; None when there is no checkpoint yet."""
         if not (self.path / CHECKPOINT).exists():
             return None
         metadata, tensors = self._load(CHECKPOINT, "Delete it to start again from round 0; the ledger keeps every charge.")
-        expected, found = metadata["num_charges"], len(self._charged)
+        expected, found = metadata["num_charges"], self._num_charges
         if expected > found:
             raise InputError(
                 f"{self.path / LEDGER}: holds {found} charges, but {CHECKPOINT} was written after {expected}. Put the "
@@ -245,7 +249,7 @@ class RunRecord:
         lines = [(f"{self.path / name}, line {number}", line) for number, line in enumerate(whole.split(b"\n")[:-1], 1)]
         return [(where, _parse(line, where)) for where, line in lines]
 
-    def _append(self, name: str, values: list[dict[str, Any]]) -> None:
+    def _append(self, name: str, values: list[dict[str, Any]], durable: bool = True) -> None:
         """Add lines behind the last whole one, so that what a crash or a full disk tore is written over."""
         data, end = b"".join(_dump(value, name) for value in values), self._ends[name]
         with self._disk(name), os.fdopen(os.open(self.path / name, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
@@ -255,9 +259,8 @@ class RunRecord:
             file.seek(end)
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
-            if end == 0:
-                _sync(self.path)
+            if durable:
+                os.fsync(file.fileno())
         self._ends[name] = end + len(data)
 
     def _checked(self, row: dict[str, Any], where: str) -> dict[str, Any]:
@@ -268,6 +271,9 @@ class RunRecord:
 
     def _save(self, name: str, tensors: Mapping[str, Tensor], metadata: dict[str, Any]) -> None:
         self._own()
+        with self._disk(ROWS):
+            if self.rows:
+                _sync(self.path / ROWS)
         plain = {key: value.detach().cpu().clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}
         metadata = {"file": name, "recipe": self._fingerprint(), **metadata}
         metadata["checksum"] = _checksum(plain, metadata)

@@ -32,7 +32,7 @@ from dpfed.flat import FlatModel
 from dpfed.forecast import Forecast, blank_upload, coins, forecast, planned_receipts, public_fields
 from dpfed.forecast import dry_round as dry_round
 from dpfed.forecast import planned_events as planned_events
-from dpfed.ledger import Ledger, Receipt
+from dpfed.ledger import Ledger, Receipt, bills
 from dpfed.mechanism import Gaussian, calibrated_sigma, expected_size, reach
 from dpfed.pieces import Moment, no_moment, push, schedule_scale
 from dpfed.privacy import next_clip, noised_upload
@@ -182,7 +182,7 @@ def _step(engine: Engine, job: Job, now: Standing, t: Round, cohort: list[int], 
     receipts = list[Receipt]()
     if cohort:
         upload, receipts = engine.train(t, now.s, cohort)
-    if sorted(receipts) != ([Receipt(i, t.index, Counter()) for i in cohort] if by_client else plan):
+    if bills(receipts) != bills([Receipt(i, t.index, Counter()) for i in cohort] if by_client else plan):
         raise RuntimeError(f"round {t.index}: the engine spent other events than were charged; nothing of it is released")
     if by_client:
         upload = _noised(job, now.s, t, upload)

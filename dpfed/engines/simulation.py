@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -11,13 +12,13 @@ import torch
 from torch import Tensor
 
 from dpfed import data
-from dpfed.algorithm import Algorithm, Counted, Round, Tree, client_round, leaves, like, rows, tree_map, weighted_sum
+from dpfed.algorithm import Algorithm, Counted, Round, Tree, client_round, leaves, like, rows, tree_map, weighted_rows
 from dpfed.data import Federation
 from dpfed.errors import InputError
 from dpfed.flat import FlatModel
 from dpfed.keyed import fold
 from dpfed.ledger import Event, Receipt
-from dpfed.mechanism import Mechanism, events, expected_size, protection
+from dpfed.mechanism import Mechanism, expected_size, protection, round_events
 from dpfed.privacy import Part, PrivateGradient, clipped_upload
 
 
@@ -96,8 +97,8 @@ class SimulationEngine:
         total, receipts = None, list[Receipt]()
         for start in range(0, len(cohort), clients_at_once):
             clients = cohort[start : start + clients_at_once]
-            uploads, memory, spent = train_clients(self.job, t, s, clients, self.memory, cohort, records_at_once)
-            total = weighted_sum(zip(weights[start:], uploads, strict=False), total)
+            uploads, memory, spent = train_matrix(self.job, t, s, clients, self.memory, cohort, records_at_once)
+            total = weighted_rows(weights[start : start + clients_at_once], uploads, total)
             self.memory.update(memory)
             receipts += spent
         return total, receipts
@@ -119,13 +120,16 @@ def client_weights(job: Job, cohort: list[int]) -> list[float]:
     """Public weights of a cohort's uploads. They sum to one; where clients are the unit, in the mean over secret cohorts."""
     if job.mechanism.unit == "client":
         return [1 / job.cohort] * len(cohort)
-    sizes = [job.federation.sizes[i] if job.weighting == "examples" else 1 for i in cohort]
-    return [size / sum(sizes) for size in sizes]
+    held = job.federation.sizes
+    sizes = [held[i] if job.weighting == "examples" else 1 for i in cohort]
+    total = sum(sizes)
+    return [size / total for size in sizes]
 
 
 def protections(job: Job, cohort: list[int]) -> dict[int, float]:
     """What protects a record of each client of a cohort, as a multiple of sigma: public, and known before they train."""
-    sizes = [expected_size(job.mechanism, job.federation.sizes[i]) for i in cohort]
+    held = job.federation.sizes
+    sizes = [expected_size(job.mechanism, held[i]) for i in cohort]
     factors = protection(job.mechanism, list(zip(client_weights(job, cohort), sizes, strict=True)))
     own = [job.factors[i] if job.factors else 1.0 for i in cohort]
     return {i: factor * mine for i, factor, mine in zip(cohort, factors, own, strict=True)}
@@ -140,11 +144,25 @@ def train_clients(
     cohort: list[int] | None = None,
     records_at_once: int | None = None,
 ) -> tuple[list[Tree], dict[int, Tree], list[Receipt]]:
-    """One round of some clients of a cohort, as a matrix with a row each. A row does not depend on which others are there."""
+    """One round of some clients of a cohort, with an upload each."""
+    uploads, kept, receipts = train_matrix(job, t, s, clients, memory, cohort, records_at_once)
+    return rows(uploads, len(clients)), kept, receipts
+
+
+def train_matrix(
+    job: Job,
+    t: Round,
+    s: Tree,
+    clients: list[int],
+    memory: dict[int, Tree],
+    cohort: list[int] | None = None,
+    records_at_once: int | None = None,
+) -> tuple[Tree, dict[int, Tree], list[Receipt]]:
+    """The same with the uploads as a matrix with a row each. A row does not depend on which others are there."""
     cohort = clients if cohort is None else cohort
-    device = s.theta.device
-    num_examples = [job.federation.sizes[i] for i in clients]
-    sizes = torch.tensor([[expected_size(job.mechanism, n)] for n in num_examples], device=device, dtype=s.theta.dtype)
+    device, held = s.theta.device, job.federation.sizes
+    expected = [[expected_size(job.mechanism, held[i])] for i in clients]
+    sizes = torch.tensor(expected, device=device, dtype=s.theta.dtype)
     gradients: list[PrivateGradient] = []
     own = torch.tensor([[job.factors[i]] for i in clients], device=device, dtype=s.theta.dtype) if job.factors else 1.0
 
@@ -153,10 +171,10 @@ def train_clients(
             return _batch(job, clients, t.index, k, draw, records_at_once)
 
         def noise(total: Tensor, std: Tensor | float, draw: int, query: int) -> Tensor:
-            keys = [(t.index, i, k, draw, query) for i in clients]
-            draws = [data.generator(job.seed, "noise", *numbers, device=device) for numbers in keys]
-            normal = [torch.randn(total.shape[1:], generator=g, dtype=total.dtype, device=device) for g in draws]
-            return total + std * torch.stack(normal)
+            random, normal = torch.Generator(device), torch.empty(total.shape, dtype=total.dtype, device=device)
+            for i, row in zip(clients, normal.unbind(), strict=True):
+                row.normal_(generator=random.manual_seed(data.key(job.seed, "noise", t.index, i, k, draw, query)))
+            return total + std * normal
 
         setting: dict[str, Any] = {"clip": t.clip, "factors": own, "tensors": job.model.layout.sizes}
         gradients.append(PrivateGradient(job.model.loss, batch, noise, sizes, job.mechanism, len(cohort), **setting))
@@ -168,12 +186,21 @@ def train_clients(
     elif job.mechanism.clipping == "adaptive":
         num_calls = sum(sum(step.queries.values()) for step in gradients)
         uploads = Counted(uploads, torch.stack([step.within for step in gradients]).sum(0) / num_calls)
-    receipts, factors = [Receipt(i, t.index, Counter[Event]()) for i in clients], protections(job, cohort)
-    for receipt, n in zip(receipts, num_examples, strict=True):
-        for step in gradients:
-            receipt.events.update(events(job.mechanism, n, step.queries, factors[receipt.client], job.federation.footprint))
+    receipts = receipts_for(job, t.index, clients, cohort, [step.queries for step in gradients])
     kept = {} if new_memory is None else dict(zip(clients, rows(new_memory, len(clients)), strict=True))
-    return rows(uploads, len(clients)), kept, receipts
+    return uploads, kept, receipts
+
+
+def receipts_for(
+    job: Job, t: int, clients: list[int], cohort: list[int], queries: Sequence[Mapping[int, int]], times: int = 1
+) -> list[Receipt]:
+    """What some clients of a cohort pay for steps with these queries, so many times. Those who are alike share their events."""
+    factors, held = protections(job, cohort), job.federation.sizes
+    prices: dict[tuple[int, float], Counter[Event]] = {}
+    for kind in {(held[i], factors[i]) for i in clients}:
+        total = round_events(job.mechanism, kind[0], queries, kind[1], job.federation.footprint)
+        prices[kind] = Counter({event: times * count for event, count in total.items()})
+    return [Receipt(i, t, prices[held[i], factors[i]]) for i in clients]
 
 
 def _bounded(mechanism: Mechanism, uploads: Tree, t: Round, num_clients: int) -> Tree:
@@ -193,33 +220,20 @@ def chunk_width(batch_size: int) -> int:
 def _batch(job: Job, clients: list[int], t: int, k: int, draw: int, records_at_once: int | None) -> list[Part]:
     """The clients' batches as padded, masked chunks of fixed widths. What a Poisson batch has beyond the expected size runs in
     small further chunks of only those clients that have it; nothing is ever cut off."""
-    mechanism, federation = job.mechanism, job.federation
-    drawn = [
-        data.batch(
-            job.seed,
-            t,
-            i,
-            k,
-            num_examples=len(own),
-            batch_size=mechanism.batch_size,
-            sampling=mechanism.sampling,
-            draw=draw,
-        )
-        for i, own in ((i, federation.clients[i]) for i in clients)
-    ]
+    mechanism, federation, shares = job.mechanism, job.federation, job.federation.shares
+    sizes, starts = [shares.sizes[i] for i in clients], torch.tensor([shares.starts[i] for i in clients])
+    chosen, counts = data.batches(job.seed, t, clients, k, sizes, mechanism.batch_size, mechanism.sampling, draw)
     width = chunk_width(mechanism.batch_size)
     further = 4 * math.ceil(math.sqrt(mechanism.batch_size) / 2)
-    most = max(len(chosen) for chosen in drawn)
-    num_columns = width + further * max(0, math.ceil((most - width) / further))
-    index, keys = torch.zeros(2, len(clients), num_columns, dtype=torch.long)
-    mask = torch.zeros(len(clients), num_columns, dtype=torch.bool)
-    for row, (i, chosen) in enumerate(zip(clients, drawn, strict=True)):
-        index[row] = federation.clients[i][0]
-        index[row, : len(chosen)] = federation.clients[i][chosen]
-        mask[row, : len(chosen)] = True
-        if job.model.needs_key:
-            own = torch.tensor(data.key(job.seed, "record", t, i, k, draw))
-            keys[row, : len(chosen)] = fold(own, chosen)
+    num_columns = width + further * max(0, math.ceil((int(counts.max()) - width) / further))
+    row = torch.arange(len(clients)).repeat_interleave(counts)
+    column = torch.arange(len(chosen)) - (counts.cumsum(0) - counts)[row]
+    mask = torch.arange(num_columns) < counts.unsqueeze(1)
+    index, keys = shares.rows[starts].unsqueeze(1).repeat(1, num_columns), torch.zeros_like(mask, dtype=torch.long)
+    index[row, column] = shares.rows[starts[row] + chosen]
+    if job.model.needs_key:
+        names = torch.tensor([data.key(job.seed, "record", t, i, k, draw) for i in clients])
+        keys[row, column] = fold(names[row], chosen)
     parts: list[Part] = []
     device = federation.records["y"].device
     start = 0
