@@ -64,11 +64,13 @@ def batches(
             for own, size in zip(keys, sizes, strict=True)
         ]
         return torch.cat(orders), lengths.clamp(max=batch_size)
-    thrown = torch.zeros(sum(sizes), dtype=torch.float64)
-    for own, piece in zip(keys, thrown.split(list(sizes)), strict=True):
-        if own is not None:
-            piece.uniform_(generator=coins.manual_seed(own))
-    chosen = (thrown < (batch_size / lengths.double()).repeat_interleave(lengths)).nonzero().squeeze(1)
+    thrown = [
+        torch.zeros(size, dtype=torch.float64)
+        if own is None
+        else torch.rand(size, generator=coins.manual_seed(own), dtype=torch.float64)
+        for own, size in zip(keys, sizes, strict=True)
+    ]
+    chosen = (torch.cat(thrown) < (batch_size / lengths.double()).repeat_interleave(lengths)).nonzero().squeeze(1)
     ends = lengths.cumsum(0)
     owner = torch.searchsorted(ends, chosen, right=True)
     return chosen - (ends - lengths)[owner], torch.bincount(owner, minlength=len(sizes))

@@ -106,14 +106,18 @@ class Bill(NamedTuple):
 def bills(receipts: Iterable[Receipt]) -> list[Bill]:
     """The receipts by round and price; one that is there twice counts once."""
     receipts = list(receipts)  # all of them exist at once, so no two Counters have the same address
-    plans: dict[int, Plan] = {}
-    found: dict[tuple[int, Plan], set[int]] = {}
+    alike: dict[tuple[int, int], list[int]] = {}
+    prices = {id(events): events for _, _, events in receipts}
     for client, t, events in receipts:
-        if (plan := plans.get(id(events))) is None:
-            plan = plans[id(events)] = as_plan(events)
-        check_whole("receipt.client", client, at_least=EVERYBODY)
-        check_whole("receipt.t", t, at_least=0)
-        found.setdefault((t, plan), set()).add(client)
+        if type(client) is not int or type(t) is not int or client < EVERYBODY or t < 0:
+            check_whole("receipt.client", client, at_least=EVERYBODY)
+            check_whole("receipt.t", t, at_least=0)
+        if (clients := alike.get((t, id(events)))) is None:
+            clients = alike[t, id(events)] = []
+        clients.append(client)
+    found: dict[tuple[int, Plan], set[int]] = {}
+    for (t, price), clients in alike.items():
+        found.setdefault((t, as_plan(prices[price])), set()).update(clients)
     return sorted((Bill(t, tuple(sorted(clients)), plan) for (t, plan), clients in found.items()), key=lambda bill: bill[:2])
 
 
@@ -136,12 +140,13 @@ class Ledger:
             if t not in charged:
                 charged[t] = {client: bill.plan for bill in self._rounds.get(t, ()) for client in bill.clients}
             known, events = charged[t], dict(plan)
-            for client in clients:
+            for client in (clients[0], clients[-1]):  # in rising order, and EVERYBODY is below all others
                 if any((event.unit == "client") != (client == EVERYBODY) for event in events):
                     raise InputError(
                         f"receipt: client {client} has events {events}. Those with unit='client' are paid by all clients, in "
                         f"one receipt a round, of client {EVERYBODY} (EVERYBODY); those with unit='example' by one client each."
                     )
+            for client in clients if known else ():
                 if known.get(client, plan) != plan:
                     raise InputError(
                         f"receipt: client {client} was charged for round {t} before, with other events ({dict(known[client])}, "
