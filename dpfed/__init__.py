@@ -14,6 +14,7 @@
 True
 """
 
+from dpfed.adapters import save_adapter, save_merged
 from dpfed.algorithms import (
     FAFED,
     SGD,
@@ -95,6 +96,8 @@ __all__ = [
     "pad_crop_flip",
     "quantity_skew",
     "run",
+    "save_adapter",
+    "save_merged",
     "shards",
     "table_text",
 ]
