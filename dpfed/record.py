@@ -3,6 +3,7 @@
     recipe.json              the recipe, written once          environment.json     what it ran on, and when it began
     rows.jsonl               one line a round                  ledger.jsonl         delta, then the charges and the coins
     checkpoint.safetensors   the state before round t          model.safetensors    the final weights; ends the run
+    memory/                  what clients keep (`memories.py`)
     lock                     held by the one process that writes; the system frees it when that process dies
 
 Round t is `charge(receipts)`, then the release (the server steps), then `append(row)`, then `checkpoint(state, t + 1)`.
@@ -37,25 +38,23 @@ import os
 import platform
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from dpfed.disk import PART, disk, read, read_tensors, replace_file, sync, tensors_as_bytes
 from dpfed.errors import InputError
 from dpfed.ledger import Bill, Event, Ledger, Receipt
 from dpfed.report import table_text
 
 RECIPE, ENVIRONMENT, ROWS, LEDGER = "recipe.json", "environment.json", "rows.jsonl", "ledger.jsonl"
-CHECKPOINT, MODEL, LOCK, PART = "checkpoint.safetensors", "model.safetensors", "lock", ".part"
+CHECKPOINT, MODEL, LOCK = "checkpoint.safetensors", "model.safetensors", "lock"
 NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
@@ -82,7 +81,7 @@ class RunRecord:
         self._release: weakref.finalize[..., RunRecord] | None = None
         if not (self.path / LEDGER).is_file():
             raise InputError(f"{self.path}: there is no run here ({LEDGER} is missing). Name the folder of a run.")
-        self.recipe, self.environment = (_parse(_read(self.path / name), self.path / name) for name in (RECIPE, ENVIRONMENT))
+        self.recipe, self.environment = (_parse(read(self.path / name), self.path / name) for name in (RECIPE, ENVIRONMENT))
         for where, row in self._lines(ROWS):
             self.rows.append(self._checked(row, where))
         for where, line in self._lines(LEDGER):
@@ -112,13 +111,13 @@ class RunRecord:
         """Begin a run in a new or an empty folder. Where that cannot be done, nothing is left behind."""
         path, texts = Path(path), {RECIPE: _dump(recipe, RECIPE, 2), ENVIRONMENT: _dump(environment, ENVIRONMENT, 2)}
         texts[LEDGER] = _dump({"delta": delta}, LEDGER)  # the last one: it makes the folder a run
-        with _disk(path, "Name a folder you may write to, on a disk with free space."), ExitStack() as undo:
+        with disk(path, "Name a folder you may write to, on a disk with free space."), ExitStack() as undo:
             _check_free(path, texts)
             new_folders = [folder for folder in (path, *path.parents) if not folder.exists()]
             for folder in reversed(new_folders):
                 folder.mkdir()
                 undo.callback(folder.rmdir)
-                _sync(folder.parent)
+                sync(folder.parent)
             lock = _lock(path)
             if new_folders:
                 undo.callback((path / LOCK).unlink)
@@ -126,7 +125,7 @@ class RunRecord:
             _check_free(path, texts)  # again: another process may have been faster
             for name, data in texts.items():
                 undo.callback((path / name).unlink, missing_ok=True)
-                _replace(path / name, data)
+                replace_file(path / name, data)
             record = cls(path)
             record._release = weakref.finalize(record, os.close, lock)
             undo.pop_all()
@@ -237,7 +236,7 @@ class RunRecord:
         with self._disk(LOCK):
             self._release = weakref.finalize(self, os.close, _lock(self.path))
             for path in (self.path, *(self.path / name for name, end in self._ends.items() if end)):
-                _sync(path)
+                sync(path)
         if any(len(_whole_lines(self.path / name)) != end for name, end in self._ends.items()):
             self.close()
             raise InputError(f"{self.path}: somebody has written to this run since it was read. Open it again.")
@@ -273,45 +272,25 @@ class RunRecord:
         self._own()
         with self._disk(ROWS):
             if self.rows:
-                _sync(self.path / ROWS)
-        plain = {key: value.detach().cpu().clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}
-        metadata = {"file": name, "recipe": self._fingerprint(), **metadata}
-        metadata["checksum"] = _checksum(plain, metadata)
-        self._put(name, save_tensors(plain, {"dpfed": json.dumps(metadata)}))  # one text: safetensors shuffles several
+                sync(self.path / ROWS)
+        self._put(name, tensors_as_bytes(tensors, {"file": name, "recipe": self.fingerprint(), **metadata}))
 
     def _load(self, name: str, remedy: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        try:
-            data = _read(self.path / name)
-            tensors = load_tensors(data)
-            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-            metadata = dict(json.loads(header.get("__metadata__", {}).get("dpfed", "{}")))
-            intact = metadata.pop("checksum", None) == _checksum(tensors, metadata)
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{self.path / name}: cannot be read ({error}). {remedy}") from error
-        if not intact:
-            raise InputError(f"{self.path / name}: the checksum does not match: damaged, or not from dpfed. {remedy}")
-        if (metadata["file"], metadata["recipe"]) != (name, self._fingerprint()):
+        metadata, tensors = read_tensors(self.path / name, remedy)
+        if (metadata["file"], metadata["recipe"]) != (name, self.fingerprint()):
             raise InputError(f"{self.path / name}: comes from a run of another recipe, or was renamed. {remedy}")
         return metadata, tensors
 
     def _put(self, name: str, data: bytes) -> None:
         with self._disk(name):
-            _replace(self.path / name, data)
+            replace_file(self.path / name, data)
 
     def _disk(self, name: str) -> AbstractContextManager[None]:
-        return _disk(self.path / name, f"Make room, or allow writing, and go on with `dpfed resume {self.path}`.")
+        return disk(self.path / name, f"Make room, or allow writing, and go on with `dpfed resume {self.path}`.")
 
-    def _fingerprint(self) -> str:
+    def fingerprint(self) -> str:
+        """Of the recipe, which stands in every file of tensors."""
         return hashlib.blake2b(_dump(self.recipe, RECIPE), digest_size=16).hexdigest()
-
-
-@contextmanager
-def _disk(path: Path, remedy: str) -> Generator[None]:
-    """Turn what the disk refuses into words."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror}). {remedy}") from error
 
 
 def _check_free(path: Path, ours: Iterable[str]) -> None:
@@ -335,39 +314,8 @@ def _lock(folder: Path) -> int:
     return lock
 
 
-def _replace(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all, also when the power fails."""
-    part = path.with_name(path.name + PART)
-    try:
-        with part.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    """Force a file, or the names in a folder, to the disk."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}). Put the file back as it was.") from error
-
-
 def _whole_lines(path: Path) -> bytes:
-    data = _read(path) if path.exists() else b""
+    data = read(path) if path.exists() else b""
     return data[: data.rfind(b"\n") + 1]
 
 
@@ -401,11 +349,3 @@ def _leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_leaves(item, change) for item in cast(list[Any], value)]
     return change(value)
-
-
-def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> str:
-    digest = hashlib.blake2b(json.dumps(metadata, sort_keys=True).encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()

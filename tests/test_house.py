@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 # From the ground to the roof: a module imports only what stands before it. A folder is one storey, named with a slash.
 ORDER = (
     "errors",
+    "disk",
     "keyed",
     "dropout",
     "fast",
@@ -43,6 +44,7 @@ ORDER = (
     "diagnostics",
     "holdings",
     "record",
+    "memories",
     "adapters",
     "tables",
     "recipe",

@@ -40,7 +40,7 @@ class Job(NamedTuple):
 
 
 class Engine(Protocol):
-    """Trains a cohort. ``memory`` is what stays on the clients between rounds."""
+    """Trains a cohort. ``memory`` is what stays on the clients between rounds; a run puts the cohort's there before each."""
 
     memory: dict[int, Tree]
 
@@ -259,8 +259,3 @@ def _stack(clients: list[int], memory: dict[int, Tree]) -> Tree:
         return None
     blank = tree_map(torch.zeros_like, known[0])
     return tree_map(lambda *vectors: torch.stack(vectors), *(memory.get(i, blank) for i in clients))
-
-
-def memory_tensors(memory: dict[int, Tree]) -> dict[str, Tensor]:
-    """The clients' memories as named tensors, for a checkpoint."""
-    return {f"memory.{i}.{name}": vector for i, tree in memory.items() for name, vector in leaves(tree)}
