@@ -31,6 +31,7 @@ HELP = {
     "ledger RUN": "what the run has cost every client, and what that means; or a client's own store, a file",
     "calibrate --epsilon 3 --num-examples 1000 --batch-size 16 --steps 2000": "the noise that a budget needs",
     "calibrate --epsilon 3 --num-examples 1000 --sigma 1 --find steps": "or the steps, batch-size or participation",
+    "bench": "how fast it is on this machine, beside the same without privacy and, if installed, Opacus",
     "list": "the recipes, tasks, data sets, algorithms and mechanisms",
     "published dp-fedadamw swin-base": "what the papers state of a method, a data set, a model, and what not",
 }
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "report": _report,
         "ledger": _ledger,
         "calibrate": _calibrate,
+        "bench": _bench,
         "list": _list,
         "published": _published,
     }
@@ -295,6 +297,35 @@ def _calibrate(words: list[str]) -> None:
             show(value, size, f"Of {size} records alone: ")
 
     tyro.cli(search, args=words, prog="dpfed calibrate")
+
+
+def _bench(words: list[str]) -> None:
+    def bench(device: str = "auto") -> None:
+        """How fast it is on this machine, in less than a minute; benchmarks/README.md has the long versions.
+
+        Args:
+            device: auto takes a GPU where there is one; or cpu, cuda, cuda:1.
+        """
+        from dpfed import bench
+        from dpfed.engines.simulation import Simulation
+
+        console, where = Console(highlight=False), Simulation(device=device).torch_device()
+        console.print(f"{bench.machine(where)}\n")
+        for work in bench.works():
+            title = f"{work.name}: one step of {work.num_clients} clients x {work.batch_size} records"
+            table = Table("", "ms", "x private", title=title, title_justify="left")
+            for line in bench.compare(work, where, seconds=6):
+                table.add_row(line.name, f"{line.milliseconds:.2f}", f"{line.ratio:.2f}")
+            console.print(table)
+        table = Table("clients", "CPU ms", title="A whole round of a run", title_justify="left")
+        for cohort, milliseconds in bench.rounds(where):
+            table.add_row(str(cohort), f"{milliseconds:.2f}")
+        console.print(table)
+        console.print("(linear 20 -> 2, one local step on 8 of 20 records, private; without the wait for the disk)")
+        waits = "Besides, every round waits until its charge is on the disk"
+        console.print(f"{waits} (fsync): {bench.fsync_milliseconds():.2f} ms here.")
+
+    tyro.cli(bench, args=words, prog="dpfed bench")
 
 
 def _published(words: list[str]) -> None:
