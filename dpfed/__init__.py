@@ -47,7 +47,7 @@ from dpfed.recipe import Recipe
 from dpfed.record import RunRecord
 from dpfed.report import figure, table_text
 from dpfed.rounds import run
-from dpfed.tasks import Citation, FashionMini, Task
+from dpfed.tasks import Citation, FashionMini, Pictures, Sentences, Task, Tuning
 
 __all__ = [
     "FAFED",
@@ -78,13 +78,16 @@ __all__ = [
     "LocalAdam",
     "LocalAdamW",
     "MicroAdam",
+    "Pictures",
     "Plain",
     "Receipt",
     "Recipe",
     "RunRecord",
     "Scaffold",
+    "Sentences",
     "Simulation",
     "Task",
+    "Tuning",
     "by_user",
     "calibrate",
     "dirichlet",
