@@ -191,7 +191,7 @@ def _ledger(words: list[str]) -> None:
 
 
 def _show_store(path: Path, delta: float | None) -> None:
-    from dpfed.ledger import epsilon
+    from dpfed.ledger import epsilon, upwards
     from dpfed.store import Store
 
     store = Store(path)
@@ -204,22 +204,26 @@ def _show_store(path: Path, delta: float | None) -> None:
     _show_spending(str(path), "run", rows, at)
     console = Console(highlight=False)
     console.print(ledger.statement(at))
-    console.print(f"Budget: epsilon = {store.epsilon:g} at delta = {store.delta:g}, spent: {ledger.epsilon(store.delta):.4f}.")
+    console.print(
+        f"Budget: epsilon = {store.epsilon:g} at delta = {store.delta:g}, spent: {upwards(ledger.epsilon(store.delta))}."
+    )
 
 
 def _show_spending(title: str, what: str, rows: Iterable[tuple[str, int, Any, float]], delta: float) -> None:
+    from dpfed.ledger import upwards
+
     table = Table(title=title, title_justify="left")
     for column in (what, "records", "rounds", "releases", "sigma", f"epsilon at delta {delta:g}"):
         table.add_column(column, justify="right")
     for name, num_rounds, events, epsilon in rows:
         sizes, sigmas = (sorted({event.num_examples for event in events}), sorted({f"{event.sigma:.4g}" for event in events}))
         number = str(sum(events.values()))
-        table.add_row(name, ", ".join(map(str, sizes)), str(num_rounds), number, ", ".join(sigmas), f"{epsilon:.4f}")
+        table.add_row(name, ", ".join(map(str, sizes)), str(num_rounds), number, ", ".join(sigmas), upwards(epsilon))
     Console(highlight=False).print(table)
 
 
 def _calibrate(words: list[str]) -> None:
-    from dpfed.ledger import Event, batch_size_within, calibrate, epsilon, participation_within, rounds_within
+    from dpfed.ledger import Event, batch_size_within, calibrate, epsilon, participation_within, rounds_within, upwards
 
     def search(
         num_examples: tuple[int, ...],
@@ -285,7 +289,7 @@ def _calibrate(words: list[str]) -> None:
             shown = f"{value:.4f}" if find == "sigma" else str(value)
             setting = f"{number} steps of {event.batch_size} out of {size} records, {sampling} sampling"
             Console(highlight=False).print(
-                f"{head}{find} = [bold]{shown}[/bold]   ({setting}: epsilon = {cost:.4f} at delta = {delta:g})"
+                f"{head}{find} = [bold]{shown}[/bold]   ({setting}: epsilon = {upwards(cost)} at delta = {delta:g})"
             )
 
         values = {size: answer(size) for size in sorted(set(num_examples))}
@@ -300,11 +304,12 @@ def _calibrate(words: list[str]) -> None:
 
 
 def _bench(words: list[str]) -> None:
-    def bench(device: str = "auto") -> None:
+    def bench(device: str = "auto", seconds: float = 6.0) -> None:
         """How fast it is on this machine, in less than a minute; benchmarks/README.md has the long versions.
 
         Args:
             device: auto takes a GPU where there is one; or cpu, cuda, cuda:1.
+            seconds: for each of the four tables; fewer give fewer turns, never fewer than three.
         """
         from dpfed import bench
         from dpfed.engines.simulation import Simulation
@@ -314,11 +319,11 @@ def _bench(words: list[str]) -> None:
         for work in bench.works():
             title = f"{work.name}: one step of {work.num_clients} clients x {work.batch_size} records"
             table = Table("", "ms", "x private", title=title, title_justify="left")
-            for line in bench.compare(work, where, seconds=6):
+            for line in bench.compare(work, where, seconds):
                 table.add_row(line.name, f"{line.milliseconds:.2f}", f"{line.ratio:.2f}")
             console.print(table)
         table = Table("clients", "CPU ms", title="A whole round of a run", title_justify="left")
-        for cohort, milliseconds in bench.rounds(where):
+        for cohort, milliseconds in bench.rounds(where, seconds / 2):
             table.add_row(str(cohort), f"{milliseconds:.2f}")
         console.print(table)
         console.print("(linear 20 -> 2, one local step on 8 of 20 records, private; without the wait for the disk)")

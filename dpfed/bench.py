@@ -152,12 +152,10 @@ def take_turns(steps: dict[str, Step], device: torch.device, seconds: float) -> 
     return {name: times[1:] for name, times in taken.items()}
 
 
-def rounds(
-    device: torch.device, cohorts: tuple[int, ...] = (1, 10, 100, 1000), seconds: float = 3.0
-) -> Iterator[tuple[int, float]]:
-    """Milliseconds of a whole round of a run with a tiny model, without the wait for the disk: by cohort."""
+def rounds(device: torch.device, seconds: float) -> Iterator[tuple[int, float]]:
+    """Cohorts, and the milliseconds of a whole round of a run with a tiny model, without the wait for the disk."""
     random = torch.Generator().manual_seed(0)
-    for cohort in cohorts:
+    for cohort in (1, 10, 100, 1000):
         x, y = torch.randn(20 * cohort, 20, generator=random), torch.arange(20 * cohort) % 2
         task = Task(nn.Linear(20, 2), iid((x, y), cohort))
         mechanism = Gaussian(sigma=SIGMA, clip=CLIP, batch_size=8)

@@ -1,13 +1,15 @@
 """Who holds which records, and who takes part when: federations, cohorts and batches, all drawn by key.
 
 Every random choice is keyed by what is drawn (seed, purpose, round, client, step), never by the order of drawing. So engines
-agree, a client's batches do not depend on who else trains, and resuming equals not stopping.
+agree, a client's batches do not depend on who else trains, and resuming equals not stopping. A deployment has no seed: there
+batches come from `dpfed.secure`, and only the cohorts, which are public, from a key.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import secrets
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -25,59 +27,75 @@ from dpfed import dealing
 from dpfed.columns import Source, as_records, check_columns
 from dpfed.errors import InputError
 from dpfed.flat import Records
+from dpfed.secure import secure_uniform
 
 Sampling = Literal["poisson", "fixed"]
 Sizes = Literal["equal", "natural"]
 
 
-def key(seed: int, purpose: str, *numbers: int) -> int:
-    """A 63-bit key that says what is drawn.
+def key(seed: int | None, purpose: str, *numbers: int) -> int:
+    """A 63-bit key that says what is drawn. In a deployment, which has no seed, a secret one that never comes again.
 
     >>> key(0, "batch", 3, 1) == key(0, "batch", 3, 1) != key(0, "batch", 1, 3)
     True
     """
+    if seed is None:
+        return secrets.randbits(63)
     text = f"{seed}/{purpose}/{'/'.join(map(str, numbers))}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
-def generator(seed: int, purpose: str, *numbers: int, device: torch.device | str = "cpu") -> torch.Generator:
+def generator(seed: int | None, purpose: str, *numbers: int, device: torch.device | str = "cpu") -> torch.Generator:
+    """Of what is keyed. Without a seed there is none: what has to be secret comes from `dpfed.secure`."""
+    if seed is None:
+        raise InputError(f"seed: a deployment has none, so nobody can draw its {purpose}. Use dpfed.secure, or give a seed.")
     return torch.Generator(device).manual_seed(key(seed, purpose, *numbers))
 
 
 def batches(
-    seed: int, t: int, clients: Sequence[int], k: int, sizes: Sequence[int], batch_size: int, sampling: Sampling, draw: int = 0
+    seed: int | None,
+    t: int,
+    clients: Sequence[int],
+    k: int,
+    sizes: Sequence[int],
+    batch_size: int,
+    sampling: Sampling,
+    draw: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Which of its records each client uses in local step ``k`` of round ``t`` (``draw`` > 0: a further batch of that step):
     those of the first client in rising order, then those of the second; and how many each uses.
 
     ``poisson``: every record by its own coin of rate min(1, batch_size / size), so a batch may be empty.
     ``fixed``: exactly min(batch_size, size) records, without replacement.
+    Without a seed, in a deployment, nobody else can know which: sampling amplifies only while it is secret.
     """
-    coins, lengths = torch.Generator(), torch.tensor(sizes)
-    owners = zip(clients, sizes, strict=True)
-    keys = [key(seed, "batch", t, i, k, draw) if size > batch_size else None for i, size in owners]
+    random, lengths = torch.Generator(), torch.tensor(sizes)
+
+    def keyed(client: int) -> torch.Generator:
+        return random.manual_seed(key(seed, "batch", t, client, k, draw))
+
+    def order(client: int, size: int) -> Tensor:
+        if size <= batch_size:
+            return torch.arange(size)
+        order = secure_uniform(size).argsort() if seed is None else torch.randperm(size, generator=keyed(client))
+        return order[:batch_size].sort().values
+
+    def coins(client: int, size: int) -> Tensor:
+        if size <= batch_size:
+            return torch.zeros(size, dtype=torch.float64)
+        return secure_uniform(size) if seed is None else torch.rand(size, generator=keyed(client), dtype=torch.float64)
+
     if sampling == "fixed":
-        orders = [
-            torch.arange(size)
-            if own is None
-            else torch.randperm(size, generator=coins.manual_seed(own))[:batch_size].sort().values
-            for own, size in zip(keys, sizes, strict=True)
-        ]
-        return torch.cat(orders), lengths.clamp(max=batch_size)
-    thrown = [
-        torch.zeros(size, dtype=torch.float64)
-        if own is None
-        else torch.rand(size, generator=coins.manual_seed(own), dtype=torch.float64)
-        for own, size in zip(keys, sizes, strict=True)
-    ]
-    chosen = (torch.cat(thrown) < (batch_size / lengths.double()).repeat_interleave(lengths)).nonzero().squeeze(1)
+        return torch.cat([*map(order, clients, sizes)]), lengths.clamp(max=batch_size)
+    thrown = torch.cat([*map(coins, clients, sizes)])
+    chosen = (thrown < (batch_size / lengths.double()).repeat_interleave(lengths)).nonzero().squeeze(1)
     ends = lengths.cumsum(0)
     owner = torch.searchsorted(ends, chosen, right=True)
     return chosen - (ends - lengths)[owner], torch.bincount(owner, minlength=len(sizes))
 
 
 def batch(
-    seed: int, t: int, client: int, k: int, *, num_examples: int, batch_size: int, sampling: Sampling, draw: int = 0
+    seed: int | None, t: int, client: int, k: int, *, num_examples: int, batch_size: int, sampling: Sampling, draw: int = 0
 ) -> Tensor:
     """The batch of one client: see `batches`."""
     return batches(seed, t, [client], k, [num_examples], batch_size, sampling, draw)[0]

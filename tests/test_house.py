@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 ORDER = (
     "errors",
     "disk",
+    "secure",
     "keyed",
     "dropout",
     "fast",
@@ -30,7 +31,6 @@ ORDER = (
     "planning",
     "ledger",
     "store",
-    "secure",
     "mechanism",
     "privacy",
     "pieces",
@@ -50,6 +50,7 @@ ORDER = (
     "recipe",
     "published",
     "forecast",
+    "client",
     "rounds",
     "catalogue",
     "audit",

@@ -18,13 +18,15 @@ from dpfed.errors import InputError
 from dpfed.flat import FlatModel
 from dpfed.keyed import fold
 from dpfed.ledger import Event, Receipt
-from dpfed.mechanism import Mechanism, expected_size, protection, round_events
+from dpfed.mechanism import Mechanism, calibrated_sigma, expected_size, protection, round_events
 from dpfed.privacy import Part, PrivateGradient, clipped_upload
+from dpfed.secure import secure_noise
 
 
 class Job(NamedTuple):
     """All that clients need to know of a run besides the server's state.
 
+    ``seed``: what batches and noise are keyed by in a simulation. None in a deployment: they are secret then, and never repeat.
     ``factors``: what sigma is multiplied by for every client of the federation; none: 1. ``cohort``: the expected size of a
     cohort, by which uploads are divided where clients are the unit.
     """
@@ -33,7 +35,7 @@ class Job(NamedTuple):
     federation: Federation
     algorithm: Algorithm
     mechanism: Mechanism
-    seed: int
+    seed: int | None
     weighting: Literal["uniform", "examples"] = "uniform"
     factors: tuple[float, ...] = ()
     cohort: int = 1
@@ -170,12 +172,13 @@ def train_matrix(
         def batch(draw: int) -> list[Part]:
             return _batch(job, clients, t.index, k, draw, records_at_once)
 
-        def noise(total: Tensor, std: Tensor | float, draw: int, query: int) -> Tensor:
+        def keyed(total: Tensor, std: Tensor | float, draw: int, query: int) -> Tensor:
             random, normal = torch.Generator(device), torch.empty(total.shape, dtype=total.dtype, device=device)
             for i, row in zip(clients, normal.unbind(), strict=True):
                 row.normal_(generator=random.manual_seed(data.key(job.seed, "noise", t.index, i, k, draw, query)))
             return total + std * normal
 
+        noise = keyed if job.seed is not None else secure_noise(calibrated_sigma(job.mechanism))
         setting: dict[str, Any] = {"clip": t.clip, "factors": own, "tensors": job.model.layout.sizes}
         gradients.append(PrivateGradient(job.model.loss, batch, noise, sizes, job.mechanism, len(cohort), **setting))
         return gradients[-1]
