@@ -10,6 +10,7 @@ import hashlib
 import io
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import median
 from typing import Any, Literal, NamedTuple, cast
 
@@ -129,7 +130,7 @@ class Federation:
         low, high = min(self.sizes), max(self.sizes)
         return f"Federation({len(self.clients)} clients, {sum(self.sizes)} records, {low} to {high} each)"
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         return [len(rows) for rows in self.clients]
 

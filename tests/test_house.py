@@ -47,6 +47,8 @@ ORDER = (
     "forecast",
     "rounds",
     "catalogue",
+    "evidence",
+    "canaries",
     "audit",
     "__init__",
     "__main__",
