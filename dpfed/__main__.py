@@ -311,10 +311,10 @@ def _audit(words: list[str]) -> None:
     if not words or words[0].startswith("-"):
         console.print(
             "usage: [cyan]dpfed audit RECIPE|METHOD [--trials 4000] [--confidence 0.999] [--one-run] [--FIELD VALUE ...][/cyan]"
-            "\n\nThe running code is attacked: a record with a known, huge gradient (a canary) is put into one half of the trials, "
-            "and who\nsees all that is released has to tell the halves apart. What that proves is a lower bound on epsilon. Above "
-            "the claim it\nrefutes it, and the exit code is 1. Below, it is no proof that the claim holds, but says how near an "
-            "attacker comes.\n\n"
+            "\n\nThe running code is attacked: a record with a known, huge gradient (a canary) is put into half of the trials, "
+            "and who\nsees all that is released has to tell the halves apart. What that proves is a lower bound on epsilon. "
+            "Above the claim\nit refutes it, and the exit code is 1. Below, it is no proof that the claim holds, but says how "
+            "near an attacker comes.\n\n"
             "[cyan]RECIPE[/cyan], such as fashion/DP-FedAdamW: the client that it charges most, with its rate, rounds, steps.\n"
             "[cyan]METHOD[/cyan], such as DP-SGD: one step of one client, all records in the batch; change that by "
             "[cyan]--rounds[/cyan],\n[cyan]--local-steps[/cyan], [cyan]--task.num-examples[/cyan], "

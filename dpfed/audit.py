@@ -35,7 +35,7 @@ from dpfed.mechanism import expected_size
 from dpfed.recipe import Recipe
 
 Kinds = list[list[Tensor]]  # of every kind of release, one after another, each a row a trial
-SMALL, LARGE = 1e-300, 1e30
+SMALL, LARGE, FEW = 1e-300, 1e30, 8
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Audit:
         bound = f"epsilon > {self.exact:.4f} for any mechanism at all"
         if self.lower_bound > self.exact:
             bound = (
-                f"epsilon > {self.lower_bound:.4f} for the charged events at any noise, > {self.exact:.4f} for any mechanism"
+                f"epsilon > {self.lower_bound:.4f} for the charged events at any noise, > {self.exact:.4f} for all mechanisms"
             )
         return f"""\
 {verdict}.
@@ -215,8 +215,8 @@ def _kinds(ear: Overheard) -> Kinds:
 
 
 def _features(kinds: Kinds, columns: list[Tensor], sizes: list[int]) -> Array:
-    """``[trials, features]``: of every kind how far it goes along the canary, by tensor and in all; how much two releases that
-    follow one another differ there, for noise that is used twice; and its length, for noise that depends on data."""
+    """``[trials, features]``: of every kind how far it goes along the canary, by tensor and in all; its length, for noise that
+    depends on data; how much two releases that follow one another differ, for noise that is used twice; a few by themselves."""
     for kind in kinds:
         whole = torch.stack(kind)
         along = whole.sum(-1, keepdim=True)
@@ -224,7 +224,7 @@ def _features(kinds: Kinds, columns: list[Tensor], sizes: list[int]) -> Array:
             along = torch.cat([along, *(piece.sum(-1, keepdim=True) for piece in whole.split(sizes, dim=-1))], dim=-1)
         columns = [*columns, along.sum(0), (whole.square().mean((0, -1)) + SMALL).log().unsqueeze(-1)]
         if len(kind) > 1:
-            columns.append(along.diff(dim=0).abs().amax(0))
+            columns += [along.diff(dim=0).abs().amax(0), *(along if len(kind) <= FEW else ())]
     return _numbers(torch.cat(columns, dim=-1))
 
 

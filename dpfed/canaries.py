@@ -129,7 +129,7 @@ def _as_it_is(record: Records, key: Tensor) -> Records:
 
 @dataclass(frozen=True)
 class Alone:
-    """A task without data: a method by itself is attacked.
+    """A task without data: a method by itself is attacked. Records may have variants, which are all alike.
 
     Args:
         num_examples: records of every client; the batch size over it is the sampling rate.
@@ -141,7 +141,7 @@ class Alone:
 
     def build(self, seed: int) -> tuple[FlatModel, Federation]:
         holdings = _federation(torch.zeros(self.num_clients, self.num_examples, NUM_COORDINATES))
-        return FlatModel(Canaries(NUM_COORDINATES), _of_output), holdings
+        return FlatModel(Canaries(NUM_COORDINATES), _of_output, _as_it_is), holdings
 
 
 def _federation(gradients: Tensor, footprint: Footprint = RECORD) -> Federation:

@@ -90,18 +90,24 @@ def distance(false: Any, true: Any) -> Any:
 def judged(absent: Array, present: Array, worth: Worth, error: float) -> Rates:
     """``[trials, features]`` of either kind: learn what tells them apart, and count that on trials not learnt from.
 
+    A discriminant is fitted to one quarter and has to prove itself on another, so that it is not chosen for its memory.
+
     Each of the two rates is wrong with at most half of the ``error`` probability.
     """
-    num_learnt, level = len(absent) // 2, 1 - error / 2
-    learn, judge, num = slice(0, num_learnt), slice(num_learnt, None), len(absent) - num_learnt
-    best, score, threshold = -math.inf, np.zeros(absent.shape[1]), math.inf
-    for candidate in scores(absent[learn], present[learn]):
-        below, above = np.sort(absent[learn] @ candidate), np.sort(present[learn] @ candidate)
+    half, level = len(absent) // 2, 1 - error / 2
+    fit, choose, learn, judge = slice(0, half // 2), slice(half // 2, half), slice(0, half), slice(half, None)
+    num = len(absent) - half
+
+    def best(score: Array, rows: slice) -> tuple[float, float]:
+        """What the score would prove of these trials, and at which threshold."""
+        below, above = np.sort(absent[rows] @ score), np.sort(present[rows] @ score)
         places = np.unique(np.quantile(np.concatenate([below, above]), np.linspace(0, 1, 401)))
-        false, true = (num_learnt - np.searchsorted(ordered, places, side="right") for ordered in (below, above))
-        found = np.nan_to_num(worth(at_most(false, num_learnt, level), at_least(true, num_learnt, level)), nan=-math.inf)
-        if found.max() > best:
-            best, score, threshold = found.max(), candidate, float(places[found.argmax()])
+        false, true = (len(ordered) - np.searchsorted(ordered, places, side="right") for ordered in (below, above))
+        found = np.nan_to_num(worth(at_most(false, len(below), level), at_least(true, len(above), level)), nan=-math.inf)
+        return float(found.max()), float(places[found.argmax()])
+
+    score = max(scores(absent[fit], present[fit]), key=lambda candidate: best(candidate, choose)[0])
+    threshold = best(score, learn)[1]
     false, true = (int((sample[judge] @ score > threshold).sum()) for sample in (absent, present))
     words = f"{false} of {num} false alarms and {true} of {num} true ones"
     return Rates(float(at_most(false, num, level)), float(at_least(true, num, level)), words)
