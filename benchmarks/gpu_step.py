@@ -349,7 +349,7 @@ def errors(cohort: Cohort, totals: dict[str, Sum], notes: dict[str, Any]) -> Non
     some = slice(0, 2)
     few = {name: column[some, :4] for name, column in single.items()}
     mask = torch.ones_like(few["y"], dtype=torch.bool)
-    expected = clipped_sum(plain.loss, [(1.0, cohort.theta[some])], few, mask, CLIP)
+    expected, _ = clipped_sum(plain.loss, [(1.0, cohort.theta[some])], few, mask, CLIP)
     with torch.no_grad():
         notes["error of float32, fast layers"] = relative(private_sum(fused, cohort.theta[some], few), expected)
         rows = [(row[None], {n: c[i : i + 1] for n, c in single.items()}) for i, row in enumerate(cohort.theta)]

@@ -14,6 +14,7 @@
 True
 """
 
+from dpfed.adapters import save_adapter, save_merged
 from dpfed.algorithms import (
     FAFED,
     SGD,
@@ -46,7 +47,7 @@ from dpfed.recipe import Recipe
 from dpfed.record import RunRecord
 from dpfed.report import figure, table_text
 from dpfed.rounds import run
-from dpfed.tasks import Citation, FashionMini, Task
+from dpfed.tasks import Citation, FashionMini, Pictures, Sentences, Task, Tuning
 
 __all__ = [
     "FAFED",
@@ -77,13 +78,16 @@ __all__ = [
     "LocalAdam",
     "LocalAdamW",
     "MicroAdam",
+    "Pictures",
     "Plain",
     "Receipt",
     "Recipe",
     "RunRecord",
     "Scaffold",
+    "Sentences",
     "Simulation",
     "Task",
+    "Tuning",
     "by_user",
     "calibrate",
     "dirichlet",
@@ -95,6 +99,8 @@ __all__ = [
     "pad_crop_flip",
     "quantity_skew",
     "run",
+    "save_adapter",
+    "save_merged",
     "shards",
     "table_text",
 ]

@@ -379,13 +379,13 @@ def _list(words: list[str]) -> None:
         sections = {
             "Recipes  (dpfed run RECIPE)": [
                 ("quickstart", catalogue.quickstart.__doc__ or ""),
-                *((f"{task}/METHOD", f"METHOD is one of {', '.join(catalogue.methods())}") for task in catalogue.TASKS),
+                ("TASK/METHOD", f"any task below, with any METHOD of {', '.join(catalogue.methods())}"),
                 (
                     "TASK/as-released/METHOD",
                     "the same with the mechanism of the released code of DP-FedAdamW, which is not private",
                 ),
             ],
-            "Tasks": [(name, _summary(sys.modules[kind.__module__])) for name, kind in catalogue.TASKS.items()],
+            "Tasks": [(name, _summary(make())) for name, make in catalogue.TASKS.items()],
             f"Data sets  (under {data_root()}; DPFED_DATA names another folder)": [
                 (data_set.name, "there" if data_set.is_there() else f"not there; from {data_set.source}")
                 for data_set in catalogue.DATA_SETS

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from dpfed import algorithms
 from dpfed.errors import InputError
 from dpfed.mechanism import AsReleased, Gaussian, Plain
 from dpfed.recipe import Recipe
-from dpfed.tasks import Citation, FashionMini
+from dpfed.tasks import Citation, FashionMini, Pictures, Sentences
+from dpfed.tasks.finetuning import PICTURES, SENTENCES
 from dpfed.tasks.graphs import ARXIV
 from dpfed.tasks.images import CIFAR10, CIFAR100, FASHION_MNIST, TINY_IMAGENET
 from dpfed.tasks.text import GLUE
 
-TASKS: dict[str, Callable[[], Any]] = {"fashion": FashionMini, "citation": Citation}
+TASKS: dict[str, Callable[[], Any]] = {
+    "fashion": FashionMini,
+    "citation": Citation,
+    **{name: partial(Pictures, name) for name in PICTURES},
+    **{name: partial(Sentences, name) for name in SENTENCES},
+}
 DATA_SETS = (CIFAR10, CIFAR100, TINY_IMAGENET, FASHION_MNIST, ARXIV, *(task.data_set for task in GLUE.values()))
 
 # Learning rates for the packaged task: the best of two or three tried, at epsilon 3 and without privacy.
@@ -50,7 +57,11 @@ CITATION = {
     "AdamWBC": (0.003, 0.03),
     "SGD": (2.0, 2.0),
 }
-TUNED = {"citation": CITATION}
+
+# Transformers under LoRA: those usual for them.
+SGD_LIKE = ("FedAvg", "FedAvgLS", "FedCM", "FedProx", "FedSAM", "Scaffold", "FedOpt", "SGD")
+TRANSFORMERS = {name: (1.0, 0.1) if name in SGD_LIKE else (1e-3, 1e-3) for name in algorithms.__all__}
+TUNED = {"citation": CITATION, **dict.fromkeys((*PICTURES, *SENTENCES), TRANSFORMERS)}
 
 
 def methods() -> list[str]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dpfed.errors import InputError
+from dpfed.dropout import attention_rate, dropped, is_drawing
 
 aten = torch.ops.aten
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -146,9 +146,12 @@ def _folding(operator: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
             if not isinstance(value, Tensor) or (where is None and value.shape[0] == 1 and value is inputs[mask]):
                 return value
             whole = value.expand(info.batch_size, *value.shape) if where is None else value.movedim(where, 0)
+            if value is inputs[mask]:  # a learnt one is the same for all of a record's windows
+                whole = whole.expand(-1, num, *whole.shape[2:])
             return whole.reshape(-1, *whole.shape[2:])
 
         mask = len(inputs) - 3
+        num = inputs[mask - 3].shape[0 if in_dims[mask - 3] != 0 else 1]
         found = operator(*map(fold, inputs, in_dims))
         return tuple(out.unflatten(0, (info.batch_size, -1)) for out in found), (0,) * len(found)
 
@@ -217,14 +220,16 @@ def hugging_face_attention(
     is_causal: bool | None = None,
     **ignored: Any,
 ) -> tuple[Tensor, None]:
-    """``attention`` as transformers calls it."""
-    if dropout:
-        raise InputError(f"model: attention drops out with p={dropout}, which is not supported yet. Set its dropout to 0.")
+    """``attention`` as transformers calls it. With dropout it sees the whole matrix of weights, and is slower."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     causal = causal and attention_mask is None and query.shape[2] > 1
+    if is_drawing() and (p := attention_rate(module)):
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        weights = dropped(_scores(query, key, attention_mask, scale, causal).softmax(-1), p).to(value.dtype)
+        return (weights @ value).transpose(1, 2).contiguous(), None
     q, k, v = _heads_first(query, key, value)
     return attention(q, k, v, attention_mask, scale=scaling, causal=causal), None
 

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from dpfed.dropout import drawing, with_keyed_dropout
 from dpfed.errors import InputError
+from dpfed.keyed import fold
 from dpfed.metrics import check_judging, check_metrics, judged
 
 Records = dict[str, Tensor]
@@ -186,8 +188,8 @@ class FlatModel:
     """A module as a function of ``theta``. The module itself is never written to.
 
     ``criterion(output, target)`` gives the loss of a batch; it is always called with a batch of one record, so no record's
-    loss can depend on another record. A record that has a key (the column ``key``) is trained on, and augmented; one without
-    is judged as it is. ``metrics`` are names of `dpfed.metrics`.
+    loss can depend on another record. A record that has a key (the column ``key``) is trained on: it is augmented, and dropouts
+    are active. One without is judged as it is. ``metrics`` are names of `dpfed.metrics`.
     """
 
     def __init__(
@@ -200,7 +202,7 @@ class FlatModel:
         _refuse_unsafe(module)
         check_metrics(metrics)
         self.metrics = tuple(metrics)
-        self.module = module.eval()
+        self.module, self.drops = module.eval(), with_keyed_dropout(module)
         self.criterion = criterion
         self.augment = augment
         self.layout = Layout.of(module)
@@ -214,7 +216,7 @@ class FlatModel:
     @property
     def needs_key(self) -> bool:
         """Whether training draws random numbers of its own for every record."""
-        return self.augment is not None
+        return self.augment is not None or self.drops
 
     def to(self, device: torch.device | str) -> FlatModel:
         self.module.to(device)
@@ -234,9 +236,11 @@ class FlatModel:
 
     def loss(self, theta: Tensor, example: Records) -> Tensor:
         """The loss of one record."""
-        if self.augment is not None and "key" in example:
-            example = self.augment({name: value for name, value in example.items() if name != "key"}, example["key"])
-        return self.criterion(self.output(theta, example), example["y"].unsqueeze(0))
+        key = example.get("key")
+        if self.augment is not None and key is not None:
+            example = self.augment({name: value for name, value in example.items() if name != "key"}, key)
+        with drawing(None if key is None else fold(key, -1)):  # augmentations have the streams from 0 on
+            return self.criterion(self.output(theta, example), example["y"].unsqueeze(0))
 
     def evaluate(
         self, theta: Tensor, records: Records, shares: Sequence[Tensor] | None = None, at_once: int = 500
@@ -320,5 +324,3 @@ def _refuse_unsafe(module: nn.Module) -> None:
             )
         if isinstance(part, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d) and part.track_running_stats:
             raise InputError(f"{where} keeps statistics of the data without noise. Set track_running_stats=False.")
-        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:  # pyright: ignore[reportPrivateUsage]
-            raise InputError(f"{where} is active with p={part.p}, and dropout is not supported yet. Set its p to 0.")

@@ -3,6 +3,9 @@
 A generator has a state, and `torch.vmap` has no room for one per record. Here a key is an int64 tensor, and its numbers are
 those of SplitMix64 (Steele, Lea, Flood 2014): the finaliser of key + i * golden. For augmentation and dropout, on which no
 guarantee rests; never for noise.
+
+It is written as (key / golden + i) * golden, the same 64 bits, because torch.compile takes i * golden for an address in memory
+and gets it wrong (torch 2.13, on a CPU).
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor
 
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # int64 wraps, so these are the constants of the unsigned original
+INVERSE = pow(GOLDEN, -1, 2**64) - 2**64
 
 
 def fold(key: Tensor, number: Tensor | int) -> Tensor:
@@ -19,8 +23,7 @@ def fold(key: Tensor, number: Tensor | int) -> Tensor:
     >>> fold(torch.tensor(7), 5).equal(fold(torch.tensor(7), torch.tensor(5)))
     True
     """
-    step = number * GOLDEN if isinstance(number, Tensor) else (number * GOLDEN + 2**63) % 2**64 - 2**63
-    return mix(mix(key) + step)
+    return mix((mix(key) * INVERSE + number) * GOLDEN)
 
 
 def uniform(key: Tensor, num: int, stream: int = 0) -> Tensor:
@@ -30,7 +33,7 @@ def uniform(key: Tensor, num: int, stream: int = 0) -> Tensor:
     [0.7058, 0.4368, 0.8589]
     """
     counters = torch.arange(1, num + 1, device=key.device)
-    return _right(mix(fold(key, stream).unsqueeze(-1) + counters * GOLDEN), 40).float() * 2.0**-24
+    return _right(mix((fold(key, stream).unsqueeze(-1) * INVERSE + counters) * GOLDEN), 40).float() * 2.0**-24
 
 
 def mix(x: Tensor) -> Tensor:

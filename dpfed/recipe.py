@@ -135,6 +135,8 @@ def to_json(value: Any) -> Any:
 
 def from_json(plain: Any) -> Any:
     """The inverse, for values made of this library's own dataclasses. Nothing else is imported or run."""
+    if isinstance(plain, list):
+        return tuple(map(from_json, cast(list[Any], plain)))
     if not isinstance(plain, dict):
         return plain
     fields = cast(dict[str, Any], plain)

@@ -53,7 +53,7 @@ def pool(*clients: list[int]) -> Federation:
 CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "BatchNorm": (lambda: recipe(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))), ["layer '1'", "GroupNorm"]),
     "running InstanceNorm": (lambda: recipe(nn.InstanceNorm1d(3, affine=True, track_running_stats=True)), ["track_running"]),
-    "Dropout": (lambda: recipe(nn.Sequential(nn.Dropout(0.1), nn.Linear(4, 3))), ["Dropout", "0.1"]),
+    "AlphaDropout": (lambda: recipe(nn.Sequential(nn.AlphaDropout(0.1), nn.Linear(4, 3))), ["AlphaDropout", "0.1"]),
     "nothing to train": (lambda: recipe(nn.Linear(4, 3).requires_grad_(False)), ["requires_grad"]),
     "NaN": (lambda: recipe(x=spoiled(math.nan)), ["'x'", "record 7"]),
     "Inf": (lambda: recipe(x=spoiled(math.inf)), ["'x'", "record 7"]),

@@ -13,6 +13,7 @@ from torch.func import functional_call, grad, vmap
 from dpfed.fast import attention, with_patches
 
 S, B, T, HEADS, WIDTH = 2, 3, 7, 2, 8
+LEARNT = "learnt, for all windows"
 Attend = Callable[..., Tensor]
 
 
@@ -31,6 +32,7 @@ def masks(kind: str, dtype: torch.dtype) -> tuple[Tensor | None, tuple[int | Non
         "of the model": ((1, HEADS, T, T), (None, None)),
         "of the windows": ((2, 1, T, T), (None, None)),
         "of the record": ((S, B, 1, 1, 1, T), (0, 0)),
+        LEARNT: ((S, B, 1, HEADS, T, T), (0, 0)),
     }[kind]
     return None if kind == "none" else torch.randn(shape, dtype=dtype), dims
 
@@ -49,13 +51,13 @@ def per_record(attend: Attend, mask: Tensor | None, dims: tuple[int | None, int 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @pytest.mark.parametrize(
     ("kind", "causal"),
-    [("none", False), ("none", True), ("of the model", False), ("of the windows", False), ("of the record", False)],
+    [("none", True), *((kind, False) for kind in ("none", "of the model", "of the windows", "of the record", LEARNT))],
 )
 def test_gradients_of_records_and_clients(
     kind: str, causal: bool, dtype: torch.dtype, tolerance: float, compiled: bool
 ) -> None:
     torch.manual_seed(0)
-    n = 2 if kind == "of the windows" else 1
+    n = 2 if "windows" in kind else 1
     weight, x = torch.randn(S, 5, 3 * HEADS * WIDTH, dtype=dtype), torch.randn(S, B, n, T, 5, dtype=dtype)
     mask, dims = masks(kind, dtype)
     ours, plain = (per_record(attend, mask, dims, causal) for attend in (attention, by_definition))
