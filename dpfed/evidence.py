@@ -5,7 +5,7 @@ learnt from one half of the trials; only the other half, which was never looked 
 get one-sided Clopper-Pearson bounds: FPR from above, TPR from below. What they prove is said in two ways:
 
 - **exact** assumes nothing about the mechanism. If it is (epsilon, delta)-DP, every test has  TPR <= e^epsilon FPR + delta  and
-  1 - FPR <= e^epsilon (1 - TPR) + delta. With n trials this can never show more than about log(n / 8).
+  1 - FPR <= e^epsilon (1 - TPR) + delta. With n counted trials of either kind this never shows more than about log(n / 8).
 - **charged** takes the charged events at their word, except for their noise: what is the most noise with which they could have
   had these rates? It states the epsilon of that noise (for one event at rate 1: of the mu of Gaussian DP, Nasr et al. 2023,
   arXiv 2302.07956). The claim is refuted exactly where the rates are impossible under the charged events at some
@@ -126,13 +126,13 @@ def scores(absent: Array, present: Array) -> Iterator[Array]:
         yield -direction
 
 
-def at_most(count: Any, num: int, level: float) -> Any:
+def at_most(count: Any, num: Any, level: float) -> Any:
     """Clopper-Pearson from above: the rate is at most this, with probability ``level`` or more."""
     tail = special.betaincinv(np.add(count, 1), np.maximum(np.subtract(num, count), 1), level)
     return np.where(np.less(count, num), tail, 1.0)
 
 
-def at_least(count: Any, num: int, level: float) -> Any:
+def at_least(count: Any, num: Any, level: float) -> Any:
     """Clopper-Pearson from below.
 
     >>> round(float(at_least(0, 10, 0.95)), 4), round(float(at_least(10, 10, 0.95)), 4)
@@ -152,15 +152,14 @@ def guessed(coins: Array, features: Array, delta: float, error: float) -> tuple[
     """
     half = len(coins) // 2
     known, unknown = slice(0, half), slice(half, None)
-    best, score, num_each = -math.inf, np.zeros(features.shape[1]), 1
+    each = np.unique([max(1, half // share) for share in (100, 40, 20, 10, 5, 3, 2)])
+    best, score, num_each = -1.0, np.zeros(features.shape[1]), 1
     for candidate in scores(features[known][~coins[known]], features[known][coins[known]]):
-        ordered = coins[known][(features[known] @ candidate).argsort()]
-        for share in (100, 40, 20, 10, 5, 3, 2):
-            each = max(1, half // share)
-            right = int((~ordered[:each]).sum() + ordered[-each:].sum())
-            bound = one_run_bound(right, 2 * each, half, delta, 1 - error)
-            if bound > best:
-                best, score, num_each = bound, candidate, each
+        ordered = coins[known][(features[known] @ candidate).argsort(kind="stable")]
+        right = np.cumsum(~ordered)[each - 1] + np.cumsum(ordered[::-1])[each - 1]
+        sure = at_least(right, 2 * each, 1 - error)
+        if sure.max() > best:
+            best, score, num_each = float(sure.max()), candidate, int(each[sure.argmax()])
     ordered = coins[unknown][(features[unknown] @ score).argsort(kind="stable")]
     right = int((~ordered[:num_each]).sum() + ordered[-num_each:].sum())
     words = f"{right} of {2 * num_each} guesses right, about {len(ordered)} canaries of one run"

@@ -120,7 +120,8 @@ def client_weights(job: Job, cohort: list[int]) -> list[float]:
     if job.mechanism.unit == "client":
         return [1 / job.cohort] * len(cohort)
     sizes = [job.federation.sizes[i] if job.weighting == "examples" else 1 for i in cohort]
-    return [size / sum(sizes) for size in sizes]
+    total = sum(sizes)
+    return [size / total for size in sizes]
 
 
 def protections(job: Job, cohort: list[int]) -> dict[int, float]:
