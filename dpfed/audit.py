@@ -99,6 +99,11 @@ def audit(
     mechanism, error, delta = target.mechanism, (1 - confidence) / 2, recipe.delta
     by_round = engine is not None or mechanism.noise == "distributed" or mechanism.unit == "client"
     num_rounds = 1 if by_round or mechanism.clipping == "adaptive" else target.rounds  # adaptive: all share the next threshold
+    if by_round and mechanism.clipping == "adaptive":
+        raise InputError(
+            "mechanism.clipping: 'adaptive' moves the threshold from round to round, so rounds are no independent trials. "
+            "Audit it with local noise and records as the unit, or take another clipping."
+        )
     if by_round:
         absent, events = _rounds(recipe, target, num_trials // 2, False, loud, engine)
         present, _ = _rounds(recipe, target, num_trials // 2, True, loud, engine)

@@ -222,6 +222,8 @@ def test_bad_questions_are_refused() -> None:
             audit(one_step(1.0), num_trials=trials)
     with pytest.raises(InputError, match="confidence"):
         audit(one_step(1.0), confidence=1.0)
+    with pytest.raises(InputError, match="no independent trials"):
+        audit(recipe(SGD(), noise="distributed", clients=2, clipping="adaptive"))
     with pytest.raises(InputError, match="cannot be"):
         one_run_bound(5, 4, 10, 0.0, 0.9)
 
