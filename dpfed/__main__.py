@@ -192,7 +192,7 @@ def _ledger(words: list[str]) -> None:
 
 
 def _show_store(path: Path, delta: float | None) -> None:
-    from dpfed.ledger import epsilon
+    from dpfed.ledger import epsilon, upwards
     from dpfed.store import Store
 
     store = Store(path)
@@ -205,22 +205,26 @@ def _show_store(path: Path, delta: float | None) -> None:
     _show_spending(str(path), "run", rows, at)
     console = Console(highlight=False)
     console.print(ledger.statement(at))
-    console.print(f"Budget: epsilon = {store.epsilon:g} at delta = {store.delta:g}, spent: {ledger.epsilon(store.delta):.4f}.")
+    console.print(
+        f"Budget: epsilon = {store.epsilon:g} at delta = {store.delta:g}, spent: {upwards(ledger.epsilon(store.delta))}."
+    )
 
 
 def _show_spending(title: str, what: str, rows: Iterable[tuple[str, int, Any, float]], delta: float) -> None:
+    from dpfed.ledger import upwards
+
     table = Table(title=title, title_justify="left")
     for column in (what, "records", "rounds", "releases", "sigma", f"epsilon at delta {delta:g}"):
         table.add_column(column, justify="right")
     for name, num_rounds, events, epsilon in rows:
         sizes, sigmas = (sorted({event.num_examples for event in events}), sorted({f"{event.sigma:.4g}" for event in events}))
         number = str(sum(events.values()))
-        table.add_row(name, ", ".join(map(str, sizes)), str(num_rounds), number, ", ".join(sigmas), f"{epsilon:.4f}")
+        table.add_row(name, ", ".join(map(str, sizes)), str(num_rounds), number, ", ".join(sigmas), upwards(epsilon))
     Console(highlight=False).print(table)
 
 
 def _calibrate(words: list[str]) -> None:
-    from dpfed.ledger import Event, batch_size_within, calibrate, epsilon, participation_within, rounds_within
+    from dpfed.ledger import Event, batch_size_within, calibrate, epsilon, participation_within, rounds_within, upwards
 
     def search(
         num_examples: tuple[int, ...],
@@ -286,7 +290,7 @@ def _calibrate(words: list[str]) -> None:
             shown = f"{value:.4f}" if find == "sigma" else str(value)
             setting = f"{number} steps of {event.batch_size} out of {size} records, {sampling} sampling"
             Console(highlight=False).print(
-                f"{head}{find} = [bold]{shown}[/bold]   ({setting}: epsilon = {cost:.4f} at delta = {delta:g})"
+                f"{head}{find} = [bold]{shown}[/bold]   ({setting}: epsilon = {upwards(cost)} at delta = {delta:g})"
             )
 
         values = {size: answer(size) for size in sorted(set(num_examples))}

@@ -1,13 +1,15 @@
 """Who holds which records, and who takes part when: federations, cohorts and batches, all drawn by key.
 
 Every random choice is keyed by what is drawn (seed, purpose, round, client, step), never by the order of drawing. So engines
-agree, a client's batches do not depend on who else trains, and resuming equals not stopping.
+agree, a client's batches do not depend on who else trains, and resuming equals not stopping. A deployment has no seed: there
+batches come from `dpfed.secure`, and only the cohorts, which are public, from a key.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import secrets
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,40 +27,48 @@ from dpfed import dealing
 from dpfed.columns import Source, as_records, check_columns
 from dpfed.errors import InputError
 from dpfed.flat import Records
+from dpfed.secure import secure_uniform
 
 Sampling = Literal["poisson", "fixed"]
 Sizes = Literal["equal", "natural"]
 
 
-def key(seed: int, purpose: str, *numbers: int) -> int:
-    """A 63-bit key that says what is drawn.
+def key(seed: int | None, purpose: str, *numbers: int) -> int:
+    """A 63-bit key that says what is drawn. In a deployment, which has no seed, a secret one that never comes again.
 
     >>> key(0, "batch", 3, 1) == key(0, "batch", 3, 1) != key(0, "batch", 1, 3)
     True
     """
+    if seed is None:
+        return secrets.randbits(63)
     text = f"{seed}/{purpose}/{'/'.join(map(str, numbers))}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
-def generator(seed: int, purpose: str, *numbers: int, device: torch.device | str = "cpu") -> torch.Generator:
+def generator(seed: int | None, purpose: str, *numbers: int, device: torch.device | str = "cpu") -> torch.Generator:
+    """Of what is keyed. Without a seed there is none: what has to be secret comes from `dpfed.secure`."""
+    if seed is None:
+        raise InputError(f"seed: a deployment has none, so nobody can draw its {purpose}. Use dpfed.secure, or give a seed.")
     return torch.Generator(device).manual_seed(key(seed, purpose, *numbers))
 
 
 def batch(
-    seed: int, t: int, client: int, k: int, *, num_examples: int, batch_size: int, sampling: Sampling, draw: int = 0
+    seed: int | None, t: int, client: int, k: int, *, num_examples: int, batch_size: int, sampling: Sampling, draw: int = 0
 ) -> Tensor:
     """Which of its records a client uses in local step ``k`` of round ``t`` (``draw`` > 0: a further batch of that step).
 
     ``poisson``: every record by its own coin of rate min(1, batch_size / num_examples), so the batch may be empty.
     ``fixed``: exactly min(batch_size, num_examples) records, without replacement.
+    Without a seed, in a deployment, nobody else can know which: sampling amplifies only while it is secret.
     """
-    coins = generator(seed, "batch", t, client, k, draw)
     if batch_size >= num_examples:
         return torch.arange(num_examples)
+    coins = None if seed is None else generator(seed, "batch", t, client, k, draw)
     if sampling == "fixed":
-        return torch.randperm(num_examples, generator=coins)[:batch_size].sort().values
-    chosen = torch.rand(num_examples, generator=coins, dtype=torch.float64) < batch_size / num_examples
-    return chosen.nonzero().squeeze(1)
+        order = torch.randperm(num_examples, generator=coins) if coins else secure_uniform(num_examples).argsort()
+        return order[:batch_size].sort().values
+    uniform = torch.rand(num_examples, generator=coins, dtype=torch.float64) if coins else secure_uniform(num_examples)
+    return (uniform < batch_size / num_examples).nonzero().squeeze(1)
 
 
 class Footprint(NamedTuple):

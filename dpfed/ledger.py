@@ -240,17 +240,18 @@ class Ledger:
                 f"Neighbours: {neighbours}",
                 f"Sampling: {sampling}",
                 *("Observer: " + text for text in self._observers(delta, events)),
+                *_large_delta(delta, events),
                 "Noise: a simulation keys it by the seed, and whoever knows the seed can remove it: for experiments only.",
                 "  A deployment draws it from a secure generator.",
             ]
         )
 
     def _both(self, delta: float, observer: str | None = None) -> dict[str, str]:
-        return {name: _upwards(self.epsilon(delta, observer, name)) for name in ACCOUNTANTS}
+        return {name: upwards(self.epsilon(delta, observer, name)) for name in ACCOUNTANTS}
 
     def _one_by_one(self, delta: float, plans: list[Plan]) -> list[str]:
         """Of a ledger of records; the plans stand in the order of their price, nearly."""
-        median = {name: _upwards(plan_epsilon(plans[len(plans) // 2], delta, name)) for name in ACCOUNTANTS}
+        median = {name: upwards(plan_epsilon(plans[len(plans) // 2], delta, name)) for name in ACCOUNTANTS}
         shown = plans[:: -math.ceil(len(plans) / 40)]  # the dearest among them
         num_small = sum(any(event.rate == 1 for event, _ in plan) for plan in plans)
         return [
@@ -293,6 +294,17 @@ def _unit(event: Event) -> str:
     )
 
 
+def _large_delta(delta: float, events: set[Event]) -> Iterator[str]:
+    """Where delta alone would allow to publish somebody."""
+    most, what = max((event.num_examples, event.unit == "client") for event in events)
+    if delta * most >= 1:
+        among = f"{most} clients" if what else f"the {most} records of a client"
+        yield (
+            f"Warning: delta is not below 1 / {most}. Who published one of {among}, drawn at random, would keep\n    such a "
+            "promise. Read it at a smaller delta."
+        )
+
+
 def _histogram(prices: list[float], num_clients: int) -> list[str]:
     """One mark a client."""
     finite = [price for price in prices if price < math.inf]
@@ -300,13 +312,17 @@ def _histogram(prices: list[float], num_clients: int) -> list[str]:
     if width < 1e-4:
         return []
     counts = Counter(min(4, int((price - low) / width)) for price in finite)
-    edges = [f"{_upwards(low + width * i)} to {_upwards(low + width * (i + 1))}" for i in range(5)]
+    edges = [f"{upwards(low + width * i)} to {upwards(low + width * (i + 1))}" for i in range(5)]
     rows = [f"  {edges[i]:>24}  {'█' * counts[i]} {counts[i]}" for i in range(5)]
     endless = [f"  {'inf':>24}  {len(prices) - len(finite)}"] if len(finite) < len(prices) else []
     shown = f"{len(prices)} of the " if len(prices) < num_clients else ""
     return [f"By PLD, {shown}{num_clients} clients:", *rows, *endless]
 
 
-def _upwards(value: float) -> str:
-    """Four decimals, never rounded down."""
-    return f"{math.ceil(value * 1e4) / 1e4:.4f}" if math.isfinite(value) else "inf"
+def upwards(value: float, digits: int = 4) -> str:
+    """An epsilon as it is shown: never rounded down.
+
+    >>> upwards(1.00001), upwards(2.0, digits=2), upwards(math.inf)
+    ('1.0001', '2.00', 'inf')
+    """
+    return f"{math.ceil(value * 10**digits) / 10**digits:.{digits}f}" if math.isfinite(value) else "inf"

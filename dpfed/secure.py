@@ -3,16 +3,19 @@
 Floating-point noise gives the data away: not every double can be reached, and which ones can depends on the number that the
 noise was added to (Mironov 2012; Holohan and Braghin 2021, arXiv 2107.10138). Here everything is a whole number until the end.
 
-Formal guarantee. Let g = std / 2^32 be the grid, m the clipped sum rounded to multiples of g, Z exactly normal. Released is
+Formal guarantee. Let g = std / 2^32 be the grid, m the clipped sum in whole multiples of g, Z exactly normal. Released is
 m + floor(2^32 Z) = floor(m + 2^32 Z), as m is whole: post-processing of the Gaussian mechanism on m, so the ledger's analysis
-holds as it stands, without a further delta. Rounding moves each of d coordinates by up to g / 2, so one record moves m g by up
-to clip + g sqrt(d); `noise_std` pays for that. What is still assumed is written in docs/adr/0003-secure-noise.md.
+holds as it stands, without a further delta; the last step, from the grid to the dtype of the sum, is post-processing too.
+Rounding moves each of d coordinates by up to g / 2, so one record moves m g by up to clip + g sqrt(d), where the sum itself was
+right; `noise_std` pays for that, and `secure_sum` for a sum that was computed in floating point. It holds for one release on
+its own: of several clients' releases, each on its grid, the sum is no such release. The reasons, and what is still assumed, are
+in docs/adr/0005-secure-noise.md.
 
 The sampler is Karney's (2016, arXiv 1303.6257), which is exact because it only looks at the digits it needs. |Z| = k + x has
 the density exp(-k^2 / 2) exp(-x (k + x / 2)): draw k by the first factor and the first 32 bits of x uniformly, keep them with
 the second factor as probability. All of it is decided by the first digits of k, x and a coin, in doubles, where no further
 digit and no rounding error could change the answer; otherwise (once in 5,000) more digits are drawn and 50 decimals are used.
-That leaves an error of less than 2^-100 a coordinate.
+That leaves an error of less than 2^-100 a coordinate, so less than 2^-50 of delta for ever.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import math
 import os
 import secrets
 from bisect import bisect_right
+from collections.abc import Callable
 from decimal import Decimal, localcontext
 from itertools import accumulate
 from typing import Any
@@ -35,6 +39,7 @@ GRID_BITS = 32  # the noise has 2^32 grid points to a standard deviation
 CHUNK = 2**15  # candidates at a time: they stay in the cache
 MARGIN = 2.0**-10  # in units of the coin's last digit, 2^-16: what x's missing digits (2^-13) and rounding (2^-34) can do
 LARGEST = 2.0**51  # in grid points: sums and noise up to here are whole numbers in a double, and so are their totals
+SLACK = {torch.float32: 2.0**-10, torch.float64: 2.0**-30}  # of the clip: what clipping and summing in this dtype may be off by
 
 
 def _thresholds() -> list[int]:
@@ -69,31 +74,55 @@ def secure_normal(shape: int | tuple[int, ...], std: float = 1.0) -> Tensor:
     return secure_integers(math.prod(shape)).reshape(shape).double() * (std / 2**GRID_BITS)
 
 
-def noise_std(sigma: float, clip: float, d: int) -> float:
-    """The noise that makes ``sigma`` true after rounding: std = sigma (clip + sqrt(d) g), where g = std / 2^32.
+def secure_uniform(num: int) -> Tensor:
+    """``num`` independent numbers in [0, 1), float64, in steps of 2^-53: the coins of a batch that nobody can draw again."""
+    return torch.from_numpy((np.frombuffer(os.urandom(8 * num), np.uint64) >> 11) * 2.0**-53)
+
+
+def secure_noise(sigma: float) -> Callable[[Tensor, Tensor | float, int, int], Tensor]:
+    """The ``noise`` of a `PrivateGradient` in a deployment: of multiplier ``sigma``, by `secure_sum`, and never keyed.
+
+    >>> secure_noise(2.0)(torch.zeros(1, 3), 2.0, 0, 0).shape
+    torch.Size([1, 3])
+    """
+    noise_std(sigma, 1.0, 1)  # refuses what is no noise
+
+    def noise(total: Tensor, std: Tensor | float, draw: int, query: int) -> Tensor:
+        stds = torch.as_tensor(std, dtype=torch.float64).expand(len(total), 1)
+        return torch.stack([secure_sum(row, sigma, float(own) / sigma) for row, own in zip(total, stds, strict=True)])
+
+    return noise
+
+
+def noise_std(sigma: float, clip: float, d: int, dtype: torch.dtype = torch.float64) -> float:
+    """The noise that makes ``sigma`` true after rounding: std = sigma (clip (1 + SLACK) + sqrt(d) g), where g = std / 2^32.
 
     >>> noise_std(1.0, 1.0, 10_000_000) - 1 < 2e-6
     True
     """
+    if dtype not in SLACK:
+        raise InputError(f"noise: a sum in {dtype} is not exact enough to be protected. Train in float32 or float64.")
     loss = sigma * math.sqrt(d) * 1.5 * 2.0**-GRID_BITS  # 1.5 for 1: the quotient that is rounded is off by up to g / 8
     if not (0 < sigma < math.inf and 0 < clip < math.inf and d >= 1 and loss < 0.5):
         raise InputError(
             f"noise: sigma {sigma}, clip {clip} and {d} coordinates do not make a private release. Sigma and clip must be "
             "finite and above 0; the grid carries sigma * sqrt(d) up to a thousand million."
         )
-    std = sigma * clip / (1 - loss) * (1 + 2.0**-50)  # rounded up
+    std, limits = sigma * clip * (1 + SLACK[dtype]) / (1 - loss), torch.finfo(dtype)
     _check_std(std)
+    if not limits.tiny / limits.eps < std / 2**GRID_BITS < std < limits.max * limits.eps:
+        raise InputError(f"noise: a deviation of {std:g} is beyond what {dtype} can carry. Choose a clip nearer to 1.")
     return std
 
 
 def secure_sum(total: Tensor, sigma: float, clip: float) -> Tensor:
     """Release a sum of records clipped to ``clip``, ``[d]`` or one row a client, with noise of multiplier ``sigma``.
 
-    The noise is `noise_std` large, a hair above sigma * clip. The result has the dtype of ``total``, to which the exact number
-    on the grid is rounded at the very end. A coordinate beyond 500,000 deviations is cut off there, before the noise, which
-    adds nothing to the sensitivity. A clipped sum holds no NaN; should one come, it counts as zero.
+    The noise is `noise_std` large, a hair above sigma * clip (a thousandth in float32). The result has the dtype of ``total``,
+    to which the exact number on the grid is rounded at the very end. A coordinate beyond 500,000 deviations is cut off there,
+    before the noise, which adds nothing to the sensitivity. A clipped sum holds no NaN; should one come, it counts as zero.
     """
-    grid = noise_std(sigma, clip, total.shape[-1]) / 2**GRID_BITS
+    grid = noise_std(sigma, clip, total.shape[-1], total.dtype) / 2**GRID_BITS
     points = total.detach().cpu().double().div(grid).nan_to_num(0.0, LARGEST, -LARGEST).clamp(-LARGEST, LARGEST).round().long()
     released = points + secure_integers(total.numel()).reshape(total.shape)
     return (released.double() * grid).to(total)

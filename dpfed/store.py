@@ -100,6 +100,8 @@ class Store:
         """
         check_whole("t", t, at_least=0)
         new = Counter(dict(as_plan(events)))
+        if not new:
+            raise InputError("events: nothing would be charged, and whatever is released costs something. Count it first.")
         if any(event.unit == "client" for event in new):
             raise InputError(
                 "event.unit: with 'client' the server adds the noise, so no client can vouch for it. Use 'example'."

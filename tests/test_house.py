@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 # From the ground to the roof: a module imports only what stands before it. A folder is one storey, named with a slash.
 ORDER = (
     "errors",
+    "secure",
     "keyed",
     "dropout",
     "fast",
@@ -29,7 +30,6 @@ ORDER = (
     "planning",
     "ledger",
     "store",
-    "secure",
     "mechanism",
     "privacy",
     "pieces",
@@ -48,6 +48,7 @@ ORDER = (
     "recipe",
     "published",
     "forecast",
+    "client",
     "rounds",
     "catalogue",
     "evidence",

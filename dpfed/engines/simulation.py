@@ -17,13 +17,15 @@ from dpfed.errors import InputError
 from dpfed.flat import FlatModel
 from dpfed.keyed import fold
 from dpfed.ledger import Event, Receipt
-from dpfed.mechanism import Mechanism, events, expected_size, protection
+from dpfed.mechanism import Mechanism, calibrated_sigma, events, expected_size, protection
 from dpfed.privacy import Part, PrivateGradient, clipped_upload
+from dpfed.secure import secure_noise
 
 
 class Job(NamedTuple):
     """All that clients need to know of a run besides the server's state.
 
+    ``seed``: what batches and noise are keyed by in a simulation. None in a deployment: they are secret then, and never repeat.
     ``factors``: what sigma is multiplied by for every client of the federation; none: 1. ``cohort``: the expected size of a
     cohort, by which uploads are divided where clients are the unit.
     """
@@ -32,7 +34,7 @@ class Job(NamedTuple):
     federation: Federation
     algorithm: Algorithm
     mechanism: Mechanism
-    seed: int
+    seed: int | None
     weighting: Literal["uniform", "examples"] = "uniform"
     factors: tuple[float, ...] = ()
     cohort: int = 1
@@ -153,12 +155,13 @@ def train_clients(
         def batch(draw: int) -> list[Part]:
             return _batch(job, clients, t.index, k, draw, records_at_once)
 
-        def noise(total: Tensor, std: Tensor | float, draw: int, query: int) -> Tensor:
+        def keyed(total: Tensor, std: Tensor | float, draw: int, query: int) -> Tensor:
             keys = [(t.index, i, k, draw, query) for i in clients]
             draws = [data.generator(job.seed, "noise", *numbers, device=device) for numbers in keys]
             normal = [torch.randn(total.shape[1:], generator=g, dtype=total.dtype, device=device) for g in draws]
             return total + std * torch.stack(normal)
 
+        noise = keyed if job.seed is not None else secure_noise(calibrated_sigma(job.mechanism))
         setting: dict[str, Any] = {"clip": t.clip, "factors": own, "tensors": job.model.layout.sizes}
         gradients.append(PrivateGradient(job.model.loss, batch, noise, sizes, job.mechanism, len(cohort), **setting))
         return gradients[-1]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dpfed import secure
 from dpfed.errors import InputError
+from dpfed.privacy import lengths
 from dpfed.secure import noise_std, secure_integers, secure_normal, secure_sum
 
 NUM = 10_000_000
@@ -279,6 +280,32 @@ def test_rounding_is_paid_for() -> None:
     assert sigma * (clip + 1.5 * grid * math.sqrt(d)) <= std
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_clipping_in_floating_point_is_paid_for(dtype: torch.dtype) -> None:
+    """Norms of the gradients that float32 gets most wrong, and sums of records that stand in each other's way."""
+    paid = secure.SLACK[dtype]
+    for d in (10_000, 2_000_000):
+        level, mixed = torch.full((d,), 0.1, dtype=dtype), torch.full((d,), 2.0**-12 * 0.99, dtype=dtype)
+        mixed[:64] = 1
+        for x in (level, mixed, torch.arange(d).to(dtype), torch.rand(d, dtype=dtype)):
+            true = (
+                float(torch.linalg.vector_norm(x.double()))
+                if dtype == torch.float32
+                else math.sqrt(math.fsum((x * x).tolist()))
+            )
+            assert abs(float(lengths(x)) / true - 1) < paid / 8
+    plain = torch.linalg.vector_norm(torch.full((2_000_000,), 0.1))
+    assert abs(float(plain) / math.sqrt(20_000) - 1) > secure.SLACK[torch.float32] / 8, "which is why it is done block by block"
+    records, scale = (
+        torch.rand(2, 1024, 1000, dtype=torch.float64).to(dtype) + 1,
+        torch.rand(2, 1024, dtype=torch.float64).to(dtype),
+    )
+    total = torch.einsum("sb,sbd->sd", scale, records)
+    exact = np.einsum("sb,sbd->sd", scale.numpy().astype(np.longdouble), records.numpy().astype(np.longdouble))
+    largest = float((scale * lengths(records)).max())
+    assert float(np.linalg.norm((total.numpy() - exact).astype(float), axis=-1).max()) < paid / 4 * largest
+
+
 def test_what_is_not_a_number_or_too_large_is_cut_off() -> None:
     released = secure_sum(torch.tensor([math.nan, math.inf, -math.inf, 1e300], dtype=torch.float64), 1.0, 1.0)
     assert abs(float(released[0])) < 20
@@ -298,6 +325,20 @@ def test_noise_that_is_none_is_refused(std: float) -> None:
 def test_a_sum_without_protection_is_refused(sigma: float, clip: float) -> None:
     with pytest.raises(InputError, match="private release"):
         secure_sum(torch.zeros(100), sigma, clip)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64])
+def test_a_sum_that_is_not_exact_enough_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(InputError, match="Train in float32"):
+        secure_sum(torch.zeros(100, dtype=dtype), 1.0, 1.0)
+
+
+@pytest.mark.parametrize("clip", [1e-35, 1e35])
+def test_a_deviation_beyond_the_dtype_is_refused(clip: float) -> None:
+    """Where sums overflow, or small numbers are flushed to zero, the clip would not be what it says."""
+    with pytest.raises(InputError, match=r"beyond what torch\.float32 can carry"):
+        secure_sum(torch.zeros(100), 1.0, clip)
+    assert secure_sum(torch.zeros(100, dtype=torch.float64), 1.0, clip).shape == (100,)
 
 
 def test_no_noise_is_no_error() -> None:

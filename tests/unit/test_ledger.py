@@ -422,6 +422,14 @@ def test_the_statement_does_not_hide_a_release_without_noise() -> None:
     assert Ledger().statement(DELTA).startswith("epsilon = 0")
 
 
+def test_the_statement_warns_of_a_delta_that_would_allow_to_publish_a_record() -> None:
+    book = ledger(Receipt(0, 0, TEN), Receipt(1, 0, Counter({Event("poisson", 16, 5000, 1.0): 1})))
+    assert "Warning: delta is not below 1 / 5000. Who published one of the 5000 records" in book.statement(2e-4)
+    assert "Warning" not in book.statement(1.9e-4)
+    everybody = ledger(Receipt(EVERYBODY, 0, Counter({CLIENT: 1})))
+    assert "one of 200 clients" in everybody.statement(0.01)
+
+
 def test_the_statement_shows_how_the_clients_are_spread() -> None:
     book = ledger(*(Receipt(i, 0, Counter({POISSON: 10 * (i + 1)})) for i in range(30)))
     text = book.statement(DELTA)

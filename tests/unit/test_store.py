@@ -18,7 +18,7 @@ import pytest
 import dpfed.store
 from dpfed.__main__ import main
 from dpfed.errors import InputError
-from dpfed.ledger import Event, epsilon
+from dpfed.ledger import Event, epsilon, upwards
 from dpfed.store import AlreadyChargedError, Charge, Store
 from tests.unit.test_record import full_disk, ordinary_user
 
@@ -83,6 +83,8 @@ def test_the_budget_holds_whatever_the_server_calls_its_rounds(store: Store) -> 
         ("a", -1, ROUND, "t: must be a whole number"),
         ("a", 2**70, ROUND, "too large"),
         ("\ud800", 0, ROUND, "surrogates"),
+        ("a", 0, Counter(), "nothing would be charged"),
+        ("a", 0, Counter({EVENT: 0}), "nothing would be charged"),
         ("a", 0, Counter({EVENT: -1}), "count: must be a whole number"),
         ("a", 0, Counter({Event("fixed", 16, 1000, 9.0): 1}), "different neighbours"),
         ("a", 0, Counter({Event("poisson", 5, 10, 9.0, unit="client"): 1}), "no client can vouch"),
@@ -286,8 +288,8 @@ def test_the_command_ledger_reads_a_store(store: Store, capsys: pytest.CaptureFi
     said = " ".join(capsys.readouterr().out.split())
     total = Counter({EVENT: 30})
     for part in (
-        f"{epsilon(total, 1e-5):.4f}",
-        f"{epsilon({EVENT: 20}, 1e-5):.4f}",
+        upwards(epsilon(total, 1e-5)),
+        upwards(epsilon({EVENT: 20}, 1e-5)),
         "first",
         "second",
         "add or remove one record",
