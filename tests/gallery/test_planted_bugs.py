@@ -88,7 +88,10 @@ def of_the_right_code(attacked: Recipe, setting: tuple[tuple[str, Any], ...]) ->
     return audit(attacked, **{"num_trials": 1000} | dict(setting))
 
 
-@pytest.mark.parametrize("name", FOUND)
+LONG = {name for name, (*_, setting) in FOUND.items() if setting.get("num_trials", 0) > 1000}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in FOUND])
 def test_an_audit_refutes_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, attacked, setting = FOUND[name]
     algorithm = RIGHT.get(type(attacked.algorithm), attacked.algorithm)
