@@ -3,8 +3,8 @@
     python -m benchmarks.cost_curves --out benchmarks        a few minutes; writes cost_curves.json and cost_curves.png
 
 Every point is a process of its own, so that its memory is its own: the peak of the run, beyond what Python, the libraries and
-the records hold when it begins (on Linux, which can say so). One thread, one local step, private (Poisson batches, sigma 1), and
-the epsilon once, at the end.
+the records hold when it begins (on Linux, which can say so). One thread, one local step, private (Poisson batches, sigma 1),
+and the epsilon once, at the end.
 """
 
 from __future__ import annotations

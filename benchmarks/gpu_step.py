@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.workloads import WORKLOADS, Lora, Workload
+from benchmarks.workloads import WORKLOADS, Lora, Workload, with_fast_lora
 from dpfed import fast
 from dpfed.data import generator
 from dpfed.flat import FlatModel, Records
@@ -66,7 +66,7 @@ class Cohort(NamedTuple):
 
     def flat(self, attention: str, dtype: torch.dtype, patches: bool) -> FlatModel:
         module = self.module(attention, dtype)
-        return FlatModel(fast.with_patches(module) if patches else module, criterion)
+        return FlatModel(with_fast_lora(fast.with_patches(module)) if patches else module, criterion)
 
 
 def prepare(workload: Workload, tiny: bool, device: str) -> Cohort:
@@ -88,7 +88,7 @@ def loss_of_views(model: FlatModel, weights: Records, example: Records) -> Tenso
 
 def private_sum(model: FlatModel, theta: Tensor, examples: Records) -> Tensor:
     """The clipped sum tensor by tensor: gradients in the model's precision, norms and sums in float32."""
-    weights = model.layout.views(theta)
+    weights = model.layout.aligned(theta)
     grads = vmap(vmap(grad(lambda w, e: loss_of_views(model, w, e)), in_dims=(None, 0)))(weights, examples)
     flat = [grads[part.name].flatten(2) for part in model.layout.parts]
     norms = torch.stack([g.float().square().sum(-1) for g in flat]).sum(0).sqrt()
@@ -157,7 +157,7 @@ def probed(module: nn.Module) -> nn.Module:
 
 def norms_first_sum(model: FlatModel, measured: nn.Module, theta: Tensor, examples: Records) -> Tensor:
     """First every record's norm, without the gradients of large weights; then one backward pass of the weighted losses."""
-    weights = model.layout.views(theta)
+    weights = model.layout.aligned(theta)
     layers = [name for name, part in measured.named_modules() if isinstance(part, Probed)]
     large = {f"{name}.weight": weights[f"{name}.weight"] for name in layers}
     small = {name: value for name, value in weights.items() if name not in large}
@@ -183,7 +183,7 @@ def plain_sum(model: FlatModel, theta: Tensor, examples: Records) -> Tensor:
     def total(weights: Records, examples: Records) -> Tensor:
         return vmap(lambda e: loss_of_views(model, weights, e))(examples).sum()
 
-    grads = vmap(grad(total))(model.layout.views(theta), examples)
+    grads = vmap(grad(total))(model.layout.aligned(theta), examples)
     return torch.cat([grads[part.name].flatten(1).float() for part in model.layout.parts], -1)
 
 

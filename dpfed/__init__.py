@@ -35,6 +35,7 @@ from dpfed.algorithms import (
     MicroAdam,
     Scaffold,
 )
+from dpfed.alternating import Alternating
 from dpfed.augment import pad_crop_flip
 from dpfed.data import Federation, Footprint, by_user, dirichlet, from_clients, iid, quantity_skew, shards
 from dpfed.engines.simulation import Simulation
@@ -56,6 +57,7 @@ __all__ = [
     "AdamBC",
     "AdamW",
     "AdamWBC",
+    "Alternating",
     "AsReleased",
     "Citation",
     "Event",

@@ -85,7 +85,8 @@ def with_keyed_dropout(module: nn.Module) -> bool:
 
 def attention_rate(part: nn.Module) -> float:
     """The rate at which an attention of transformers drops out, as its families write it."""
-    rate = getattr(part, "attention_dropout", getattr(part, "dropout", 0.0))
+    names = ("attention_dropout", "dropout_prob", "dropout")
+    rate = next((getattr(part, name) for name in names if hasattr(part, name)), 0.0)
     return float(getattr(rate, "p", rate))
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any, cast
 
@@ -221,6 +222,8 @@ def hugging_face_attention(
     **ignored: Any,
 ) -> tuple[Tensor, None]:
     """``attention`` as transformers calls it. With dropout it sees the whole matrix of weights, and is slower."""
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        attention_mask = query.new_zeros(()).masked_fill(~attention_mask, torch.finfo(query.dtype).min)
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -234,11 +237,22 @@ def hugging_face_attention(
     return attention(q, k, v, attention_mask, scale=scaling, causal=causal), None
 
 
+def hugging_face_mask(make: Callable[..., Tensor], **asked: Any) -> Tensor | None:
+    """What transformers adds to the scores: nothing where all is seen, or all but what comes later. No number is looked at for
+    that, only what is asked for: so it is the same when records are mapped over and when it is compiled."""
+    length, local = asked["kv_length"], asked.get("local_size")
+    if asked.get("attention_mask") is None and (local is None or length < local):
+        causal = asked.get("allow_is_causal_skip", True) and asked["q_length"] == length
+        if causal or asked.get("allow_is_bidirectional_skip", False):
+            return None
+    return make(**asked | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+
+
 def register() -> None:
     """Make ``attn_implementation="dpfed"`` known to transformers."""
     masks = import_module("transformers.masking_utils")
     import_module("transformers").AttentionInterface.register("dpfed", hugging_face_attention)
-    masks.AttentionMaskInterface.register("dpfed", masks.eager_mask)
+    masks.AttentionMaskInterface.register("dpfed", partial(hugging_face_mask, masks.eager_mask))
 
 
 class PatchConv2d(nn.Conv2d):

@@ -101,6 +101,20 @@ class Layout:
         pieces = theta.split(self.sizes, dim=-1)
         return {part.name: p.reshape((*p.shape[:-1], *part.shape)) for part, p in zip(self.parts, pieces, strict=True)}
 
+    def aligned(self, theta: Tensor) -> dict[str, Tensor]:
+        """``views`` of a copy in which every tensor begins, in every row, at a multiple of 8 coordinates.
+
+        A GPU multiplies matrices that begin elsewhere several times more slowly.
+        """
+        runs = [0]
+        for size in self.sizes:
+            runs[-1] += size
+            runs += [0] if size % 8 else []
+        padded = [nn.functional.pad(run, (0, -run.shape[-1] % 8)) for run in theta.split(runs, dim=-1)]
+        pieces = torch.cat(padded, dim=-1).split([size + -size % 8 for size in self.sizes], dim=-1)
+        shorter = zip(self.parts, pieces, strict=True)
+        return {part.name: p[..., : part.size].reshape((*p.shape[:-1], *part.shape)) for part, p in shorter}
+
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The inverse of ``views`` for single tensors."""
         return torch.cat([tensors[part.name].reshape(-1) for part in self.parts])

@@ -27,7 +27,7 @@ from dpfed.mechanism import Gaussian, Mechanism, calibrated_sigma, round_events
 from dpfed.privacy import ALL
 from dpfed.recipe import Recipe
 
-TINY = Layout((Part("tiny", (8,), "weights"),))
+TINY = Layout((Part("tiny", (4,), "weights"), Part("tiny.lora_A", (2,), "lora_A"), Part("tiny.lora_B", (2,), "lora_B")))
 
 
 class DryGradient:

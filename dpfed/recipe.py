@@ -103,7 +103,7 @@ class Recipe:
     @property
     def name(self) -> str:
         """The papers' name: ``DP-FedAdamW`` where the mechanism is private, ``FedAdamW`` where not."""
-        name = type(self.algorithm).__name__
+        name = getattr(self.algorithm, "name", type(self.algorithm).__name__)
         if isinstance(self.mechanism, AsReleased):
             return f"{name} (as released)"
         return name if isinstance(self.mechanism, Plain) else f"DP-{name}"

@@ -17,6 +17,7 @@ from torch import nn
 from dpfed.data import generator
 from dpfed.errors import InputError
 from dpfed.fast import with_patches
+from dpfed.fast_lora import with_lora_products
 from dpfed.models.convolutional import seeded
 from dpfed.models.transformer import HEADS, library
 
@@ -68,6 +69,7 @@ def lora(
         if "lora_A" in place:
             nn.init.kaiming_uniform_(tensor, a=math.sqrt(5), generator=_own(seed, place))
             tensor.requires_grad_(not freeze_a)
+    with_lora_products(adapted)
     if not name:
         return adapted
     module.set_submodule(name, adapted)

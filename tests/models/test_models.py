@@ -25,6 +25,7 @@ from dpfed.tasks.citation import GraphConvolution
 from tests.models.tiny import OTHERS, TRANSFORMERS, Family
 
 pytest.importorskip("transformers")
+pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::DeprecationWarning:torch")
 
 
@@ -103,6 +104,15 @@ def test_the_loss_of_a_sequence_is_that_of_transformers() -> None:
         torch.testing.assert_close(model.loss(model.theta0(), row), theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_many_records_are_judged_as_one_after_the_other(name: str) -> None:
+    family = TRANSFORMERS[name]
+    model, records = FlatModel(moved(family.build()), family.criterion), family.records(5)
+    theta = model.theta0()
+    alone = [model.loss(theta, {k: v[i] for k, v in records.items()}).item() for i in range(5)]
+    assert model.evaluate(theta, records, at_once=2)["loss"] == pytest.approx(sum(alone) / 5, rel=1e-5)
+
+
 def count(module: nn.Module, trained: bool = False) -> int:
     return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained)
 
@@ -119,6 +129,15 @@ def count(module: nn.Module, trained: bool = False) -> int:
 def test_parameter_counts_of_vision_models(name: Any, num_classes: int, published: int) -> None:
     with torch.device("meta"):
         assert count(image_classifier(configuration(name), num_classes)) == published
+
+
+def test_depths_widths_and_heads_are_those_of_the_dp_fedadamw_paper() -> None:
+    tiny, large = configuration("swin-tiny"), configuration("swin-base")
+    assert (tiny.depths, tiny.embed_dim, tiny.num_heads) == ([2, 2, 6, 2], 96, [3, 6, 12, 24])
+    assert (large.depths, large.embed_dim, large.num_heads) == ([2, 2, 18, 2], 128, [4, 8, 16, 32])
+    for config in (configuration("vit-base"), configuration("roberta-base")):
+        assert (config.num_hidden_layers, config.num_attention_heads) == (12, 12)
+        assert (config.hidden_size, config.intermediate_size) == (768, 3072)
 
 
 def test_parameter_counts_of_language_models() -> None:

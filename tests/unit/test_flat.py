@@ -89,6 +89,18 @@ def test_views_and_flatten_are_inverse() -> None:
     assert Layout((Part("scale", (), "weights"),)).views(torch.ones(1))["scale"].shape == ()
 
 
+@pytest.mark.parametrize("sizes", [(16, 8), (3, 16, 5, 1, 24, 8, 7), (4,)])
+def test_aligned_views_begin_where_a_gpu_reads_fast(sizes: tuple[int, ...]) -> None:
+    layout = Layout(tuple(Part(f"part {i}", (1, size), "weights") for i, size in enumerate(sizes)))
+    theta = torch.randn(2, sum(sizes))
+    found = layout.aligned(theta)
+    assert list(found) == list(layout.views(theta))
+    for name, view in layout.views(theta).items():
+        assert found[name].equal(view)
+        assert found[name].storage_offset() % 8 == found[name].stride(0) % 8 == 0
+        assert found[name][0].equal(layout.aligned(theta[0])[name])
+
+
 def test_the_module_is_only_read() -> None:
     module = nn.Linear(3, 2)
     before = module.weight.detach().clone()
