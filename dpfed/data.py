@@ -49,7 +49,25 @@ def generator(seed: int | None, purpose: str, *numbers: int, device: torch.devic
     """Of what is keyed. Without a seed there is none: what has to be secret comes from `dpfed.secure`."""
     if seed is None:
         raise InputError(f"seed: a deployment has none, so nobody can draw its {purpose}. Use dpfed.secure, or give a seed.")
-    return torch.Generator(device).manual_seed(key(seed, purpose, *numbers))
+    return keyed(torch.Generator(device), key(seed, purpose, *numbers))
+
+
+TWISTER = torch.Generator().manual_seed(0).get_state()
+"""A Mersenne twister that is about to draw its first number: three numbers, then the 624 words of its state in 8 bytes each."""
+
+
+def keyed(random: torch.Generator, number: int) -> torch.Generator:
+    """The generator, made to draw what this key says.
+
+    On a CPU torch takes only 32 bits of a seed: among 50,000 draws two would likely be the same noise. So there the whole state
+    of the Mersenne twister is filled from the key.
+    """
+    if random.device.type != "cpu":
+        return random.manual_seed(number)
+    state = TWISTER.clone()
+    words = np.frombuffer(hashlib.shake_128(number.to_bytes(8, "little")).digest(4 * 624), np.uint32)
+    state.numpy()[24 : 24 + 8 * 624].view(np.uint64)[:] = words
+    return random.set_state(state)
 
 
 def batches(
@@ -71,19 +89,19 @@ def batches(
     """
     random, lengths = torch.Generator(), torch.tensor(sizes)
 
-    def keyed(client: int) -> torch.Generator:
-        return random.manual_seed(key(seed, "batch", t, client, k, draw))
+    def coins_of(client: int) -> torch.Generator:
+        return keyed(random, key(seed, "batch", t, client, k, draw))
 
     def order(client: int, size: int) -> Tensor:
         if size <= batch_size:
             return torch.arange(size)
-        order = secure_uniform(size).argsort() if seed is None else torch.randperm(size, generator=keyed(client))
+        order = secure_uniform(size).argsort() if seed is None else torch.randperm(size, generator=coins_of(client))
         return order[:batch_size].sort().values
 
     def coins(client: int, size: int) -> Tensor:
         if size <= batch_size:
             return torch.zeros(size, dtype=torch.float64)
-        return secure_uniform(size) if seed is None else torch.rand(size, generator=keyed(client), dtype=torch.float64)
+        return secure_uniform(size) if seed is None else torch.rand(size, generator=coins_of(client), dtype=torch.float64)
 
     if sampling == "fixed":
         return torch.cat([*map(order, clients, sizes)]), lengths.clamp(max=batch_size)

@@ -175,7 +175,7 @@ def train_matrix(
         def keyed(total: Tensor, std: Tensor | float, draw: int, query: int) -> Tensor:
             random, normal = torch.Generator(device), torch.empty(total.shape, dtype=total.dtype, device=device)
             for i, row in zip(clients, normal.unbind(), strict=True):
-                row.normal_(generator=random.manual_seed(data.key(job.seed, "noise", t.index, i, k, draw, query)))
+                row.normal_(generator=data.keyed(random, data.key(job.seed, "noise", t.index, i, k, draw, query)))
             return total + std * normal
 
         noise = keyed if job.seed is not None else secure_noise(calibrated_sigma(job.mechanism))
