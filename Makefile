@@ -36,7 +36,8 @@ format: $(VENV)/.dev ## put the code into house style
 	@$(BIN)/ruff format .
 
 bench: $(VENV)/.dev ## time dpfed beside its peers
-	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+	@$(BIN)/dpfed bench
+	@for name in cohort_step round_overhead cost_curves; do echo "== $$name"; $(BIN)/python -m "benchmarks.$$name" || exit 1; done
 
 clean: ## remove the environment and everything that can be made again (never runs/)
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -31,6 +31,9 @@ HELP = {
     "ledger RUN": "what the run has cost every client, and what that means; or a client's own store, a file",
     "calibrate --epsilon 3 --num-examples 1000 --batch-size 16 --steps 2000": "the noise that a budget needs",
     "calibrate --epsilon 3 --num-examples 1000 --sigma 1 --find steps": "or the steps, batch-size or participation",
+    "bench": "how fast it is on this machine, beside the same without privacy and, if installed, Opacus",
+    "audit fashion/DP-FedAdamW": "attack what a recipe charges most for: how much of its epsilon can be shown to be lost",
+    "audit DP-SGD --mechanism.epsilon 4 --one-run": "a method by itself; in one run of many canaries. Exit code 1: refuted",
     "list": "the recipes, tasks, data sets, algorithms and mechanisms",
     "published dp-fedadamw swin-base": "what the papers state of a method, a data set, a model, and what not",
 }
@@ -46,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "report": _report,
         "ledger": _ledger,
         "calibrate": _calibrate,
+        "bench": _bench,
+        "audit": _audit,
         "list": _list,
         "published": _published,
     }
@@ -299,6 +304,88 @@ def _calibrate(words: list[str]) -> None:
             show(value, size, f"Of {size} records alone: ")
 
     tyro.cli(search, args=words, prog="dpfed calibrate")
+
+
+def _bench(words: list[str]) -> None:
+    def bench(device: str = "auto", seconds: float = 6.0) -> None:
+        """How fast it is on this machine, in less than a minute; benchmarks/README.md has the long versions.
+
+        Args:
+            device: auto takes a GPU where there is one; or cpu, cuda, cuda:1.
+            seconds: for each of the four tables; fewer give fewer turns, never fewer than three.
+        """
+        from dpfed import bench
+        from dpfed.engines.simulation import Simulation
+
+        console, where = Console(highlight=False), Simulation(device=device).torch_device()
+        console.print(f"{bench.machine(where)}\n")
+        for work in bench.works():
+            title = f"{work.name}: one step of {work.num_clients} clients x {work.batch_size} records"
+            table = Table("", "ms", "x private", title=title, title_justify="left")
+            for line in bench.compare(work, where, seconds):
+                table.add_row(line.name, f"{line.milliseconds:.2f}", f"{line.ratio:.2f}")
+            console.print(table)
+        table = Table("clients", "CPU ms", title="A whole round of a run", title_justify="left")
+        for cohort, milliseconds in bench.rounds(where, seconds / 2):
+            table.add_row(str(cohort), f"{milliseconds:.2f}")
+        console.print(table)
+        console.print("(linear 20 -> 2, one local step on 8 of 20 records, private; without the wait for the disk)")
+        waits = "Besides, every round waits until its charge is on the disk"
+        console.print(f"{waits} (fsync): {bench.fsync_milliseconds():.2f} ms here.")
+
+    tyro.cli(bench, args=words, prog="dpfed bench")
+
+
+def _audit(words: list[str]) -> None:
+    from dpfed import algorithms, catalogue
+    from dpfed.audit import audit, audit_one_run
+    from dpfed.canaries import Alone
+    from dpfed.mechanism import Gaussian
+    from dpfed.recipe import Recipe
+
+    console = Console(highlight=False)
+    if not words or words[0].startswith("-"):
+        console.print(
+            "usage: [cyan]dpfed audit RECIPE|METHOD [--trials 4000] [--confidence 0.999] [--one-run] [--FIELD VALUE ...][/cyan]"
+            "\n\nThe running code is attacked: a record with a known, huge gradient (a canary) is put into half of the trials, "
+            "and who\nsees all that is released has to tell the halves apart. What that proves is a lower bound on epsilon. "
+            "Above the claim\nit refutes it, and the exit code is 1. Below, it is no proof that the claim holds, but says how "
+            "near an attacker comes.\n\n"
+            "[cyan]RECIPE[/cyan], such as fashion/DP-FedAdamW: the client that it charges most, with its rate, rounds, steps.\n"
+            "[cyan]METHOD[/cyan], such as DP-SGD: one step of one client, all records in the batch; change that by "
+            "[cyan]--rounds[/cyan],\n[cyan]--local-steps[/cyan], [cyan]--task.num-examples[/cyan], "
+            "[cyan]--mechanism.batch-size[/cyan] and any other field.\n"
+            "[cyan]--one-run[/cyan]: a single run of many canaries, instead of many trials of one.\n"
+            "[cyan]--trials[/cyan]: more of them prove more, and take longer; with --one-run, the number of canaries."
+        )
+        return
+    name, *words = words
+    trials, words = _option(words, "--trials")
+    confidence, words = _option(words, "--confidence")
+    one_run, words = "--one-run" in words, [word for word in words if word != "--one-run"]
+    if name in catalogue.methods() and name.startswith("DP-"):
+        algorithm = getattr(algorithms, name.removeprefix("DP-"))()
+        few = 64 if one_run else 16
+        found = [Recipe(Alone(few), algorithm, Gaussian(epsilon=4.0, batch_size=few), rounds=1, local_steps=1, cohort=1)]
+    else:
+        found = catalogue.recipes(name)
+    setting: dict[str, Any] = {"confidence": _number("--confidence", confidence, float, 0.999)}
+    setting["num_canaries" if one_run else "num_trials"] = _number("--trials", trials, int, 4000)
+    passed = True
+    for recipe in override(found, words, f"dpfed audit {name}"):
+        with console.status(f"Attacking {recipe.name} ..."):
+            result = audit_one_run(recipe, **setting) if one_run else audit(recipe, **setting)
+        console.print(f"[bold]{recipe.name}[/bold]  {result.report()}", soft_wrap=True)
+        passed = passed and result.passed
+    if not passed:
+        raise SystemExit(1)
+
+
+def _number(name: str, text: str | None, kind: type[Any], otherwise: Any) -> Any:
+    try:
+        return otherwise if text is None else kind(text)
+    except ValueError:
+        raise InputError(f"{name}: must be a number, got {text!r}.") from None
 
 
 def _published(words: list[str]) -> None:

@@ -174,13 +174,38 @@ def _pld_epsilon(plan: Plan, delta: float, rounds: int, rate: float) -> float:
     spends less never gets a coarser grid. The Fourier transforms err by some 2^-52 a step, which may also be downwards: it is
     taken off delta, and where delta is not far above it, RDP answers instead.
     """
-    num_steps = sum(count for _, count in plan)
-    noise = rounds * (num_steps + (rate < 1)) * 2.0**-50
+    noise = _rounding(plan, rounds, rate)
     if noise > delta / 8:
         return _rdp_epsilon(plan, delta, rounds, rate)
-    log_tail = math.log(delta) - 20  # what lies beyond this mass counts as an infinite loss
+    total = _loss(plan, math.log(delta) - 20, rounds, rate)  # what lies beyond this mass counts as an infinite loss
+    with np.errstate(over="ignore"):  # beyond 700 or so the answer may be infinite
+        return float(total.get_epsilon_for_delta(delta - noise))
+
+
+def deltas(events: Mapping[Event, int], epsilons: Any) -> Any:
+    """The whole profile: the delta of each epsilon, from above, by PLD.
+
+    >>> deltas({Event("poisson", 1, 1, 1.0): 1}, [0.0, 1.0]).round(4).tolist()
+    [0.3829, 0.1269]
+    """
+    plan = as_plan(events)
+    check_one_relation([plan])
+    if not plan or any(event.multiplier < FAINT for event, _ in plan):
+        return np.full(np.shape(epsilons), 1.0 if plan else 0.0)
+    profile = _loss(plan, -40.0, 1, 1.0).get_delta_for_epsilon(np.asarray(epsilons, dtype=float))
+    return np.minimum(profile + _rounding(plan, 1, 1.0), 1.0)
+
+
+def _rounding(plan: Plan, rounds: int, rate: float) -> float:
+    """What the Fourier transforms of a composition may err by."""
+    return rounds * (sum(count for _, count in plan) + (rate < 1)) * 2.0**-50
+
+
+def _loss(plan: Plan, log_tail: float, rounds: int, rate: float) -> Any:
+    """The privacy loss distribution of a plan; mass beyond e^log_tail counts as an infinite loss."""
     reach = max(_reach(event, log_tail) for event, _ in plan)
-    width = 2.0 ** math.floor(math.log2(max(math.sqrt(variance(plan) / num_steps) / 16, reach / 2**14, 2**-20)))
+    spread = math.sqrt(variance(plan) / sum(count for _, count in plan))
+    width = 2.0 ** math.floor(math.log2(max(spread / 16, reach / 2**14, 2**-20)))
     total: Any = None
     for event, count in sorted(plan):
         step = _step_loss(event, width, log_tail)
@@ -188,8 +213,7 @@ def _pld_epsilon(plan: Plan, delta: float, rounds: int, rate: float) -> float:
     if rate < 1:
         nothing = import_module("dp_accounting.pld").privacy_loss_distribution.identity(width)
         total = total.compute_mixture(nothing, rate).self_compose(rounds)
-    with np.errstate(over="ignore"):  # beyond 700 or so the answer may be infinite
-        return float(total.get_epsilon_for_delta(delta - noise))
+    return total
 
 
 @lru_cache(maxsize=256)

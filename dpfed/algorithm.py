@@ -176,3 +176,17 @@ def weighted_sum(weighted: Iterable[tuple[float, Tree]], start: Tree = None) -> 
         scaled = tree_map(partial(torch.mul, other=weight), tree)
         total = scaled if total is None else tree_map(torch.add, total, scaled)
     return total
+
+
+def weighted_rows(weights: Sequence[float], matrices: Tree, start: Tree = None) -> Tree:
+    """`weighted_sum` of the rows of a cohort's matrices, to the same bits."""
+
+    def add_up(matrix: Tensor, *total: Tensor) -> Tensor:
+        column = torch.tensor(weights, dtype=matrix.dtype).to(matrix.device).unsqueeze(1)
+        first, *rest = [*total, *(matrix * column).unbind()]
+        added = first.clone()
+        for row in rest:
+            added += row
+        return added
+
+    return tree_map(add_up, matrices) if start is None else tree_map(add_up, matrices, start)

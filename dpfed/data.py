@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import io
 import secrets
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from statistics import median
 from typing import Any, Literal, NamedTuple, cast
 
@@ -48,26 +50,121 @@ def generator(seed: int | None, purpose: str, *numbers: int, device: torch.devic
     """Of what is keyed. Without a seed there is none: what has to be secret comes from `dpfed.secure`."""
     if seed is None:
         raise InputError(f"seed: a deployment has none, so nobody can draw its {purpose}. Use dpfed.secure, or give a seed.")
-    return torch.Generator(device).manual_seed(key(seed, purpose, *numbers))
+    return keyed(torch.Generator(device), key(seed, purpose, *numbers))
+
+
+TWISTER = torch.Generator().manual_seed(0).get_state()
+"""A Mersenne twister that is about to draw its first number: three numbers, then the 624 words of its state in 8 bytes each."""
+
+
+def keyed(random: torch.Generator, number: int) -> torch.Generator:
+    """The generator, made to draw what this key says.
+
+    On a CPU torch takes only 32 bits of a seed: among 50,000 draws two would likely be the same noise. So there the whole state
+    of the Mersenne twister is filled from the key.
+    """
+    if random.device.type != "cpu":
+        return random.manual_seed(number)
+    state = TWISTER.clone()
+    words = np.frombuffer(hashlib.shake_128(number.to_bytes(8, "little")).digest(4 * 624), np.uint32)
+    state.numpy()[24 : 24 + 8 * 624].view(np.uint64)[:] = words
+    return random.set_state(state)
+
+
+def batches(
+    seed: int | None,
+    t: int,
+    clients: Sequence[int],
+    k: int,
+    sizes: Sequence[int],
+    batch_size: int,
+    sampling: Sampling,
+    draw: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Which of its records each client uses in local step ``k`` of round ``t`` (``draw`` > 0: a further batch of that step):
+    those of the first client in rising order, then those of the second; and how many each uses.
+
+    ``poisson``: every record by its own coin of rate min(1, batch_size / size), so a batch may be empty.
+    ``fixed``: exactly min(batch_size, size) records, without replacement.
+    Without a seed, in a deployment, nobody else can know which: sampling amplifies only while it is secret.
+    """
+    random, lengths = torch.Generator(), torch.tensor(sizes)
+
+    def coins_of(client: int) -> torch.Generator:
+        return keyed(random, key(seed, "batch", t, client, k, draw))
+
+    def order(client: int, size: int) -> Tensor:
+        if size <= batch_size:
+            return torch.arange(size)
+        order = secure_uniform(size).argsort() if seed is None else torch.randperm(size, generator=coins_of(client))
+        return order[:batch_size].sort().values
+
+    def coins(client: int, size: int) -> Tensor:
+        if size <= batch_size:
+            return torch.zeros(size, dtype=torch.float64)
+        return secure_uniform(size) if seed is None else torch.rand(size, generator=coins_of(client), dtype=torch.float64)
+
+    if sampling == "fixed":
+        return torch.cat([*map(order, clients, sizes)]), lengths.clamp(max=batch_size)
+    thrown = torch.cat([*map(coins, clients, sizes)])
+    chosen = (thrown < (batch_size / lengths.double()).repeat_interleave(lengths)).nonzero().squeeze(1)
+    ends = lengths.cumsum(0)
+    owner = torch.searchsorted(ends, chosen, right=True)
+    return chosen - (ends - lengths)[owner], torch.bincount(owner, minlength=len(sizes))
 
 
 def batch(
     seed: int | None, t: int, client: int, k: int, *, num_examples: int, batch_size: int, sampling: Sampling, draw: int = 0
 ) -> Tensor:
-    """Which of its records a client uses in local step ``k`` of round ``t`` (``draw`` > 0: a further batch of that step).
+    """The batch of one client: see `batches`."""
+    return batches(seed, t, [client], k, [num_examples], batch_size, sampling, draw)[0]
 
-    ``poisson``: every record by its own coin of rate min(1, batch_size / num_examples), so the batch may be empty.
-    ``fixed``: exactly min(batch_size, num_examples) records, without replacement.
-    Without a seed, in a deployment, nobody else can know which: sampling amplifies only while it is secret.
+
+class Shares(Sequence[Tensor]):
+    """For every client the rows that are its own: as one vector, and the place where each client's part begins.
+
+    >>> shares = Shares.of_owners(np.array([1, 0, 1, -1]), num_clients=2)
+    >>> len(shares), shares[1], shares.sizes
+    (2, tensor([0, 2]), [1, 2])
     """
-    if batch_size >= num_examples:
-        return torch.arange(num_examples)
-    coins = None if seed is None else generator(seed, "batch", t, client, k, draw)
-    if sampling == "fixed":
-        order = torch.randperm(num_examples, generator=coins) if coins else secure_uniform(num_examples).argsort()
-        return order[:batch_size].sort().values
-    uniform = torch.rand(num_examples, generator=coins, dtype=torch.float64) if coins else secure_uniform(num_examples)
-    return (uniform < batch_size / num_examples).nonzero().squeeze(1)
+
+    def __init__(self, rows: Tensor, sizes: Sequence[int]) -> None:
+        self.rows, self.sizes = rows, list(sizes)
+        self.starts = list(accumulate(self.sizes, initial=0))
+
+    @classmethod
+    def of(cls, parts: Sequence[Tensor]) -> Shares:
+        """What was given client by client; what is one already stays as it is."""
+        return parts if isinstance(parts, Shares) else cls(torch.cat([*parts]), [len(rows) for rows in parts])
+
+    @classmethod
+    def of_owners(cls, owner: np.ndarray, num_clients: int) -> Shares:
+        """From the owner of every row, -1 where nobody is; each client's rows rise."""
+        rows = np.argsort(owner, kind="stable")[np.count_nonzero(owner < 0) :]
+        return cls(torch.from_numpy(rows), np.bincount(owner[rows], minlength=num_clients).tolist())
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, i: Any) -> Any:
+        place = range(len(self))[i]
+        return [self[j] for j in place] if isinstance(place, range) else self.rows[self.starts[place] : self.starts[place + 1]]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.rows.split(self.sizes))
+
+    @cached_property
+    def largest(self) -> int:
+        """What the client with the most has."""
+        return max(self.sizes)
+
+    def owners(self, num_rows: int) -> Tensor:
+        """The owner of every row; -1 where nobody is."""
+        return torch.full((num_rows,), -1).index_put_((self.rows,), self.of_each())
+
+    def of_each(self) -> Tensor:
+        """The client of each entry of ``rows``."""
+        return torch.arange(len(self)).repeat_interleave(torch.tensor(self.sizes))
 
 
 class Footprint(NamedTuple):
@@ -93,9 +190,9 @@ class Federation:
     """
 
     records: Records
-    clients: tuple[Tensor, ...]
+    clients: Sequence[Tensor]
     test: Records | None = None
-    test_clients: tuple[Tensor, ...] | None = None
+    test_clients: Sequence[Tensor] | None = None
     footprint: Footprint = RECORD
 
     def __post_init__(self) -> None:
@@ -108,28 +205,35 @@ class Federation:
                 raise InputError(f"test: has the columns {sorted(self.test)}, the records {sorted(self.records)}.")
         if not self.clients:
             raise InputError("clients: the federation has no clients. Give at least one.")
-        owner = torch.full((num_records,), -1)
-        for i, rows in enumerate(self.clients):
-            if rows.numel() == 0:
-                raise InputError(f"clients[{i}]: has no records. Leave it out, or give it some.")
-            if int(rows.min()) < 0 or int(rows.max()) >= num_records:
-                raise InputError(f"clients[{i}]: names row {int(rows.max())}, but there are {num_records} records.")
-            shared = rows[owner[rows] >= 0]
-            if shared.numel() or rows.unique().numel() != rows.numel():
-                row = int(shared[0]) if shared.numel() else int(rows.sort().values.diff().eq(0).nonzero()[0])
-                also = f"client {int(owner[row])}" if shared.numel() else "the same client"
-                raise InputError(
-                    f"clients[{i}]: record {row} also belongs to {also}. A record that is used twice loses its guarantee: "
-                    "give every record to exactly one client, once."
-                )
-            owner[rows] = i
+        object.__setattr__(self, "clients", Shares.of(self.clients))
+        self._check_owners(num_records)
         if self.test_clients is not None:
+            object.__setattr__(self, "test_clients", Shares.of(self.test_clients))
             self._check_shares(self.test_clients)
 
-    def _check_shares(self, shares: tuple[Tensor, ...]) -> None:
-        num_test = 0 if self.test is None else len(self.test["y"])
-        inside = all(int(rows.min()) >= 0 and int(rows.max()) < num_test for rows in shares if rows.numel())
-        if len(shares) != len(self.clients) or not inside or not any(rows.numel() for rows in shares):
+    def _check_owners(self, num_records: int) -> None:
+        if 0 in self.sizes:
+            raise InputError(f"clients[{self.sizes.index(0)}]: has no records. Leave it out, or give it some.")
+        rows, owner = self.shares.rows, self.shares.of_each()
+        outside = ((rows < 0) | (rows >= num_records)).nonzero()
+        if len(outside):
+            i, row = (int(column[outside[0]]) for column in (owner, rows))
+            raise InputError(f"clients[{i}]: names row {row}, but there are {num_records} records.")
+        ordered, places = rows.sort(stable=True)
+        again = ordered.diff().eq(0).nonzero().squeeze(1)
+        if len(again):
+            first = again[places[again + 1].argmin()]  # of those named again, the one that comes first
+            i, other, row = (int(x) for x in (owner[places[first + 1]], owner[places[first]], ordered[first]))
+            also = f"client {other}" if other != i else "the same client"
+            raise InputError(
+                f"clients[{i}]: record {row} also belongs to {also}. A record that is used twice loses its guarantee: "
+                "give every record to exactly one client, once."
+            )
+
+    def _check_shares(self, shares: Sequence[Tensor]) -> None:
+        num_test, rows = 0 if self.test is None else len(self.test["y"]), Shares.of(shares).rows
+        inside = bool(((rows >= 0) & (rows < num_test)).all())
+        if len(shares) != len(self.clients) or not inside or not len(rows):
             raise InputError(
                 f"test_clients: must give each of the {len(self.clients)} clients rows of the {num_test} test records. "
                 "federation.deal_test() does."
@@ -140,8 +244,14 @@ class Federation:
         return f"Federation({len(self.clients)} clients, {sum(self.sizes)} records, {low} to {high} each)"
 
     @property
+    def shares(self) -> Shares:
+        """``clients`` as what it is."""
+        return Shares.of(self.clients)
+
+    @property
     def sizes(self) -> list[int]:
-        return [len(rows) for rows in self.clients]
+        """How many records each client holds."""
+        return self.shares.sizes
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Federation:
         """The same federation with its records on a device, in ``dtype`` if one is given; who owns what stays on the CPU."""
@@ -161,7 +271,7 @@ class Federation:
         if sampling == "poisson":
             chosen = torch.rand(num_clients, generator=coins, dtype=torch.float64) < size / num_clients
             return [i for i in chosen.nonzero().squeeze(1).tolist() if i not in without]
-        order: list[int] = torch.randperm(num_clients, generator=coins).tolist()
+        order: list[int] = torch.randperm(num_clients, generator=coins)[: size + len(without)].tolist()
         return sorted([i for i in order if i not in without][:size])
 
     def deal_test(self, seed: int = 0) -> Federation:
@@ -169,18 +279,19 @@ class Federation:
         clients hold it. No test record belongs to two; a client that holds little may get none."""
         if self.test is None or self._labels() is None or self.test["y"].dim() != 1:
             raise InputError("test: dealing it needs test records with one whole number as label. Give the federation some.")
-        clients = [rows.numpy() for rows in self.clients]
         labels, test_labels = self.records["y"].cpu().numpy(), self.test["y"].cpu().numpy()
-        shares = dealing.matching_labels(labels, clients, test_labels, _random(seed, "test"))
-        return replace(self, test_clients=tuple(map(torch.from_numpy, shares)))
+        owner, num_clients = self.shares.owners(len(labels)).numpy(), len(self.clients)
+        dealt = dealing.matching_labels(labels, owner, num_clients, test_labels, _random(seed, "test"))
+        return replace(self, test_clients=Shares.of_owners(dealt, num_clients))
 
     def label_counts(self) -> Tensor | None:
         """``[clients, labels]``: how many records of which label (of those that occur) each holds; None without labels."""
         labels = self._labels()
         if labels is None:
             return None
-        num_labels = int(labels.max()) + 1
-        return torch.stack([torch.bincount(labels[rows], minlength=num_labels) for rows in self.clients])
+        num_labels, num_clients = int(labels.max()) + 1, len(self.clients)
+        pairs = self.shares.of_each() * num_labels + labels[self.shares.rows]
+        return torch.bincount(pairs, minlength=num_clients * num_labels).view(num_clients, num_labels)
 
     def _labels(self) -> Tensor | None:
         """Every record's label as its place among the labels that occur."""
@@ -241,9 +352,10 @@ def from_clients(
 def iid(source: Source, num_clients: int, *, seed: int = 0, test: Source | None = None) -> Federation:
     """Records dealt out at random, sizes as equal as possible."""
     records = as_records("records", source)
-    order = torch.randperm(len(records["y"]), generator=generator(seed, "iid"))
+    order = torch.randperm(len(records["y"]), generator=generator(seed, "iid")).numpy()
     _check_clients(num_clients, len(order))
-    return Federation(records, tuple(part.sort().values for part in order.tensor_split(num_clients)), _maybe_test(test))
+    owner = dealing.in_turn(order, dealing.even_sizes(len(order), num_clients))
+    return Federation(records, Shares.of_owners(owner, num_clients), _maybe_test(test))
 
 
 def dirichlet(
@@ -274,10 +386,10 @@ def dirichlet(
     if sizes not in ("equal", "natural"):
         raise InputError(f"sizes: must be 'equal' or 'natural', got {sizes!r}.")
     if sizes == "equal":
-        rows = dealing.equal_dirichlet(labels, num_clients, alpha, _random(seed, "dirichlet"))
+        owner = dealing.equal_dirichlet(labels, num_clients, alpha, _random(seed, "dirichlet"))
     else:
-        rows = dealing.natural_dirichlet(labels, num_clients, alpha, smallest, _random(seed, "natural"))
-    return Federation(records, tuple(map(torch.from_numpy, rows)), _maybe_test(test))
+        owner = dealing.natural_dirichlet(labels, num_clients, alpha, smallest, _random(seed, "natural"))
+    return Federation(records, Shares.of_owners(owner, num_clients), _maybe_test(test))
 
 
 def quantity_skew(
@@ -300,19 +412,20 @@ def quantity_skew(
         raise InputError(f"alpha, power: give one of the two, above 0; got alpha={alpha}, power={power}.")
     random = _random(seed, "quantity")
     weights = random.dirichlet(np.full(num_clients, law)) if power is None else np.arange(1.0, num_clients + 1) ** -law
-    ends = dealing.sizes_like(weights, num_records, smallest).cumsum()[:-1]
-    parts = np.split(random.permutation(num_records), ends)
-    return Federation(records, tuple(torch.from_numpy(np.sort(part)) for part in parts), _maybe_test(test))
+    sizes = dealing.sizes_like(weights, num_records, smallest)
+    owner = dealing.in_turn(random.permutation(num_records), sizes)
+    return Federation(records, Shares.of_owners(owner, num_clients), _maybe_test(test))
 
 
 def shards(source: Source, num_clients: int, *, per_client: int = 2, seed: int = 0, test: Source | None = None) -> Federation:
     """Records sorted by label and cut into shards; every client gets ``per_client`` of them."""
     records = as_records("records", source)
     _check_clients(num_clients * per_client, len(records["y"]))
-    pieces = records["y"].sort(stable=True).indices.tensor_split(num_clients * per_client)
-    order = torch.randperm(len(pieces), generator=generator(seed, "shards")).view(num_clients, per_client)
-    rows = tuple(torch.cat([pieces[j] for j in mine]).sort().values for mine in order.tolist())
-    return Federation(records, rows, _maybe_test(test))
+    by_label, num_shards = records["y"].sort(stable=True).indices.numpy(), num_clients * per_client
+    shard = dealing.in_turn(by_label, dealing.even_sizes(len(by_label), num_shards))
+    order = torch.randperm(num_shards, generator=generator(seed, "shards")).numpy()
+    owner = dealing.in_turn(order, np.full(num_clients, per_client))[shard]
+    return Federation(records, Shares.of_owners(owner, num_clients), _maybe_test(test))
 
 
 def by_user(
@@ -325,14 +438,15 @@ def by_user(
     """One client per distinct value of ``users``, which names the owner of every record; ``test_users`` that of the test's."""
     records = as_records("records", source)
     names, owner = np.unique(_owners("users", users, records), return_inverse=True)
-    rows = tuple(torch.from_numpy(np.flatnonzero(owner == i)) for i in range(len(names)))
-    tests = _maybe_test(test)
+    rows, tests = Shares.of_owners(owner, len(names)), _maybe_test(test)
     if test_users is None:
         return Federation(records, rows, tests)
     if tests is None:
         raise InputError("test_users: there are no test records whose owners they could name. Give test, too.")
     theirs = _owners("test_users", test_users, tests)
-    return Federation(records, rows, tests, tuple(torch.from_numpy(np.flatnonzero(theirs == name)) for name in names))
+    place = np.searchsorted(names, theirs).clip(max=len(names) - 1)
+    known = np.where(names[place] == theirs, place, -1)
+    return Federation(records, rows, tests, Shares.of_owners(known, len(names)))
 
 
 def _owners(field: str, users: Sequence[Any] | Tensor, records: Records) -> np.ndarray:
@@ -357,11 +471,10 @@ def _alike(field: str, sources: Sequence[Source]) -> list[Records]:
     return columns
 
 
-def _pooled(columns: Sequence[Records]) -> tuple[Records, tuple[Tensor, ...]]:
+def _pooled(columns: Sequence[Records]) -> tuple[Records, Shares]:
     """All records as one pool, and the rows of each part."""
-    ends = np.cumsum([len(records["y"]) for records in columns]).tolist()
     pool = {name: torch.cat([records[name] for records in columns]) for name in columns[0]}
-    return pool, tuple(torch.arange(end - len(r["y"]), end) for end, r in zip(ends, columns, strict=True))
+    return pool, Shares(torch.arange(len(pool["y"])), [len(records["y"]) for records in columns])
 
 
 def _maybe_test(test: Source | None) -> Records | None:

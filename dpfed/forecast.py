@@ -9,19 +9,21 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dpfed.accountants import as_plan
 from dpfed.algorithm import Algorithm, Round, Tree, client_round, leaves
 from dpfed.data import RECORD, Federation, Footprint, generator
 from dpfed.diagnostics import Observed
-from dpfed.engines.simulation import Job, protections
+from dpfed.engines.simulation import Job, receipts_for
 from dpfed.errors import InputError
 from dpfed.flat import FlatModel, Layout, Part
 from dpfed.ledger import EVERYBODY, Event, Ledger, Receipt, calibrate
-from dpfed.mechanism import Gaussian, Mechanism, calibrated_sigma, events
+from dpfed.mechanism import Gaussian, Mechanism, calibrated_sigma, round_events
 from dpfed.privacy import ALL
 from dpfed.recipe import Recipe
 
@@ -140,10 +142,7 @@ def planned_events(
     mechanism: Mechanism, num_examples: int, dry: Dry, factor: float = 1.0, footprint: Footprint = RECORD
 ) -> Counter[Event]:
     """What one round costs a client whose ``protection`` is ``factor``."""
-    total: Counter[Event] = Counter()
-    for queries in dry.queries:
-        total.update(events(mechanism, num_examples, queries, factor, footprint))
-    return total
+    return round_events(mechanism, num_examples, dry.queries, factor, footprint)
 
 
 def planned_receipts(recipe: Recipe, job: Job, t: int, cohort: list[int], dry: Dry) -> list[Receipt]:
@@ -152,8 +151,7 @@ def planned_receipts(recipe: Recipe, job: Job, t: int, cohort: list[int], dry: D
         num_clients, sigma = len(job.federation.clients), calibrated_sigma(job.mechanism)
         event = Event(recipe.cohort_sampling, recipe.cohort, num_clients, sigma, unit="client")
         return [Receipt(EVERYBODY, t, Counter([event]))]
-    factors, sizes, footprint = protections(job, cohort), job.federation.sizes, job.federation.footprint
-    return [Receipt(i, t, planned_events(job.mechanism, sizes[i], dry, factors[i], footprint)) for i in cohort]
+    return receipts_for(job, t, cohort, cohort, dry.queries)
 
 
 def coins(recipe: Recipe, job: Job, t: int) -> dict[int, float]:
@@ -163,10 +161,22 @@ def coins(recipe: Recipe, job: Job, t: int) -> dict[int, float]:
 
 
 def planned(recipe: Recipe, job: Job, drawn: list[list[int]], dry: Dry) -> Ledger:
-    """What the rounds of these cohorts will cost together."""
+    """What the rounds of these cohorts will cost together.
+
+    With local noise a round costs a client the same whoever else takes part, so all of its rounds are one receipt.
+    """
     plan = Ledger()
-    for t, cohort in enumerate(drawn):
+    for t in range(len(drawn)):
         plan.announce(coins(recipe, job, t))
+    if job.mechanism.noise == "local" and job.mechanism.unit != "client":
+        times = Counter(chain.from_iterable(drawn))
+        alike: dict[int, list[int]] = {}
+        for client, count in times.items():
+            alike.setdefault(count, []).append(client)
+        for count, clients in alike.items():
+            plan.post(receipts_for(job, 0, clients, clients, dry.queries, count))
+        return plan
+    for t, cohort in enumerate(drawn):
         plan.post(planned_receipts(recipe, job, t, cohort, dry))
     return plan
 
@@ -178,11 +188,10 @@ def calibrated(recipe: Recipe, job: Job, drawn: list[list[int]], dry: Dry) -> Jo
         return job
     aim, known = mechanism.epsilon, replace(mechanism, epsilon=None, sigma=1.0, calibration="worst")
     plan = planned(recipe, job._replace(mechanism=known), drawn, dry)
-    plans = {i: plan.events(i) for i in plan.clients()}
     if mechanism.calibration == "worst":
-        return job._replace(mechanism=replace(known, sigma=calibrate(aim, recipe.delta, plans.values())))
-    found = {own: calibrate(aim, recipe.delta, [dict(own)]) for own in {frozenset(own.items()) for own in plans.values()}}
-    sigmas = {i: found[frozenset(own.items())] for i, own in plans.items()}
+        return job._replace(mechanism=replace(known, sigma=calibrate(aim, recipe.delta, map(dict, plan.distinct()))))
+    found = {own: calibrate(aim, recipe.delta, [dict(own)]) for own in plan.distinct()}
+    sigmas = {i: found[as_plan(plan.events(i))] for i in plan.clients()}
     most = max(sigmas.values())
     factors = tuple(sigmas.get(i, most) / most for i in range(len(job.federation.clients)))
     return job._replace(mechanism=replace(known, sigma=most), factors=factors)

@@ -90,38 +90,91 @@ class Receipt(NamedTuple):
     events: Counter[Event]
 
 
-class Ledger:
-    """The receipts of a run. One that is posted again, as after a crash, counts once."""
+class Bill(NamedTuple):
+    """What each of several clients spent in round ``t``. Clients stand in rising order."""
 
-    def __init__(self) -> None:
-        self._receipts: dict[tuple[int, int], Counter[Event]] = {}
-        self._plans: dict[int, Plan] = {}
-        self._announced: dict[int, float] = {}
+    t: int
+    clients: tuple[int, ...]
+    plan: Plan
 
-    def post(self, receipts: Iterable[Receipt]) -> None:
-        """Take in all of the receipts; where one contradicts another, none."""
-        new: dict[tuple[int, int], Counter[Event]] = {}
-        for client, t, events in receipts:
+    def receipts(self) -> list[Receipt]:
+        """One for each client. They share their events."""
+        events = Counter(dict(self.plan))
+        return [Receipt(client, self.t, events) for client in self.clients]
+
+
+def bills(receipts: Iterable[Receipt]) -> list[Bill]:
+    """The receipts by round and price; one that is there twice counts once."""
+    receipts = list(receipts)  # all of them exist at once, so no two Counters have the same address
+    alike: dict[tuple[int, int], list[int]] = {}
+    prices = {id(events): events for _, _, events in receipts}
+    for client, t, events in receipts:
+        if type(client) is not int or type(t) is not int or client < EVERYBODY or t < 0:
             check_whole("receipt.client", client, at_least=EVERYBODY)
             check_whole("receipt.t", t, at_least=0)
-            events = Counter(dict(as_plan(events)))
-            if any((event.unit == "client") != (client == EVERYBODY) for event in events):
-                raise InputError(
-                    f"receipt: client {client} has events {dict(events)}. Those with unit='client' are paid by all clients, in "
-                    f"one receipt a round, of client {EVERYBODY} (EVERYBODY); those with unit='example' by one client each."
-                )
-            known = self._receipts.get((client, t), new.get((client, t), events))
-            if known != events:
-                raise InputError(
-                    f"receipt: client {client} was charged for round {t} before, with other events ({dict(known)}, now "
-                    f"{dict(events)}). A round done again must spend the same; another run needs a ledger of its own."
-                )
-            new[client, t] = events
-        self._check_coins(self._announced, {client for client, _ in new})
-        for (client, t), events in new.items():
-            if (client, t) not in self._receipts:
-                self._plans[client] = as_plan(self.events(client) + events)
-        self._receipts |= new
+        if (clients := alike.get((t, id(events)))) is None:
+            clients = alike[t, id(events)] = []
+        clients.append(client)
+    found: dict[tuple[int, Plan], set[int]] = {}
+    for (t, price), clients in alike.items():
+        found.setdefault((t, as_plan(prices[price])), set()).update(clients)
+    return sorted((Bill(t, tuple(sorted(clients)), plan) for (t, plan), clients in found.items()), key=lambda bill: bill[:2])
+
+
+class Ledger:
+    """The receipts of a run. One that is posted again, as after a crash, counts once.
+
+    There may be millions, of clients that are mostly alike: they are kept by bill, and priced by what is distinct.
+    """
+
+    def __init__(self) -> None:
+        self._rounds: dict[int, list[Bill]] = {}
+        self._plans: dict[int, Plan] = {}
+        self._distinct: Counter[Plan] = Counter()  # how many clients have each plan
+        self._announced: dict[int, float] = {}
+
+    def post(self, receipts: Iterable[Receipt]) -> list[Bill]:
+        """Take in all of the receipts, and give those that are new; where one contradicts another, none."""
+        fresh, charged = list[Bill](), dict[int, dict[int, Plan]]()
+        for t, clients, plan in bills(receipts):
+            if t not in charged:
+                charged[t] = {client: bill.plan for bill in self._rounds.get(t, ()) for client in bill.clients}
+            known, events = charged[t], dict(plan)
+            for client in (clients[0], clients[-1]):  # in rising order, and EVERYBODY is below all others
+                if any((event.unit == "client") != (client == EVERYBODY) for event in events):
+                    raise InputError(
+                        f"receipt: client {client} has events {events}. Those with unit='client' are paid by all clients, in "
+                        f"one receipt a round, of client {EVERYBODY} (EVERYBODY); those with unit='example' by one client each."
+                    )
+            for client in clients if known else ():
+                if known.get(client, plan) != plan:
+                    raise InputError(
+                        f"receipt: client {client} was charged for round {t} before, with other events ({dict(known[client])}, "
+                        f"now {events}). A round done again must spend the same; another run needs a ledger of its own."
+                    )
+            if new := tuple(client for client in clients if client not in known):
+                known.update(dict.fromkeys(new, plan))
+                fresh.append(Bill(t, new, plan))
+        self._check_coins(self._announced, {bill.clients[0] for bill in fresh})
+        for bill in fresh:
+            self._rounds[bill.t] = [*self._rounds.get(bill.t, ()), bill]
+            self._add(bill.clients, Counter(dict(bill.plan)))
+        return fresh
+
+    def _add(self, clients: tuple[int, ...], events: Counter[Event]) -> None:
+        """To what these clients have spent: by those who had spent the same."""
+        before = Counter(map(self._plans.get, clients))
+        after = {plan: as_plan(Counter(dict(plan or ())) + events) for plan in before}
+        for client in clients:
+            self._plans[client] = after[self._plans.get(client)]
+        for plan, count in before.items():
+            self._distinct[after[plan]] += count
+        for plan, count in before.items():
+            if plan is not None:
+                self._distinct[plan] -= count
+        for plan in before:
+            if plan is not None and not self._distinct[plan]:
+                del self._distinct[plan]
 
     def announce(self, rounds: Mapping[int, float]) -> None:
         """Say of rounds that every client joined them by an independent coin of this rate, also where nobody did."""
@@ -141,11 +194,15 @@ class Ledger:
 
     def __iter__(self) -> Iterator[Receipt]:
         """The receipts as they came: what has to be stored."""
-        return (Receipt(client, t, events.copy()) for (client, t), events in self._receipts.items())
+        return (receipt for bills in self._rounds.values() for bill in bills for receipt in bill.receipts())
 
     def clients(self) -> list[int]:
         """Who has paid."""
         return sorted(self._plans)
+
+    def distinct(self) -> set[Plan]:
+        """What there is, without saying who has spent it."""
+        return set(self._distinct)
 
     def events(self, client: int) -> Counter[Event]:
         """All that a client has spent; nothing where it never took part."""
@@ -154,9 +211,12 @@ class Ledger:
     def epsilon(self, delta: float, observer: str | None = None, accountant: str = "pld") -> float:
         """Of the worst client; 0 when nothing was released. The observer is by default the one that the noise holds off."""
         observer = self._observer(observer)
-        check_one_relation(self._plans.values())
+        check_one_relation(self._distinct)
         alike: dict[object, dict[Plan, Plan]] = {0: {Plan(): Plan()}}  # who is worse in one price is in the other
-        for plan, once in self._priced(observer).values():
+        usual, priced = self._usual(observer), {(plan, Plan()) for plan in self._distinct}
+        if usual:
+            priced = {(plan, usual.get(client, Plan())) for client, plan in self._plans.items()}
+        for plan, once in priced:
             alike.setdefault(max(once)[1] if len(once) == 1 else once, {})[plan] = once
         worst = ((plan, group[plan]) for group in alike.values() for plan in undominated(group))
         return max(self._price(plan, once, delta, observer, accountant) for plan, once in worst)
@@ -164,22 +224,18 @@ class Ledger:
     def epsilons(self, delta: float, accountant: str = "pld", observer: str | None = None) -> dict[int, float]:
         """Of every client that has paid."""
         observer = self._observer(observer)
-        plans = self._priced(observer).items()
-        return {i: self._price(plan, once, delta, observer, accountant) for i, (plan, once) in plans}
+        usual = self._usual(observer)
+        plans = ((i, self._plans[i], usual.get(i, Plan())) for i in self.clients())
+        return {i: self._price(plan, once, delta, observer, accountant) for i, plan, once in plans}
 
     def would_spend(
         self, receipts: Iterable[Receipt], delta: float, observer: str | None = None, accountant: str = "pld"
     ) -> float:
         """What `epsilon` would be after these receipts; nothing is posted."""
         after = copy.copy(self)
-        after._receipts, after._plans = self._receipts.copy(), self._plans.copy()
+        after._rounds, after._plans, after._distinct = self._rounds.copy(), self._plans.copy(), self._distinct.copy()
         after.post(receipts)
         return after.epsilon(delta, observer, accountant)
-
-    def _priced(self, observer: str) -> dict[int, tuple[Plan, Plan]]:
-        """What each client has spent, and what a round costs it, where the public's price may be averaged."""
-        usual = self._usual() if observer == "public" and self._announced else {}
-        return {client: (self._plans[client], usual.get(client, Plan())) for client in self.clients()}
 
     def _price(self, plan: Plan, once: Plan, delta: float, observer: str, accountant: str) -> float:
         price = plan_epsilon(plan, delta, accountant)
@@ -202,22 +258,23 @@ class Ledger:
                 "sampling, and it would count twice. Announce nothing there."
             )
 
-    def _usual(self) -> dict[int, Plan]:
+    def _usual(self, observer: str = "public") -> dict[int, Plan]:
         """What every round costs a client that paid the same in all of them, and joined them by a coin: what it would have
-        paid, too, in the rounds that it did not join."""
+        paid, too, in the rounds that it did not join. To the public: its price may be averaged."""
         usual: dict[int, Plan] = {}
-        for (client, t), events in self._receipts.items():
-            plan = as_plan(events)
-            same = t in self._announced and usual.setdefault(client, plan) == plan
-            usual[client] = plan if same else Plan()
+        for bill in (bill for bills in self._rounds.values() for bill in bills) if observer == "public" else ():
+            for client in bill.clients:
+                same = bill.t in self._announced and usual.setdefault(client, bill.plan) == bill.plan
+                usual[client] = bill.plan if same else Plan()
         return {client: plan for client, plan in usual.items() if plan}
 
     def statement(self, delta: float) -> str:
         """The guarantee in words, with all that it rests on."""
         worst = self._both(delta)
-        if not (events := {event for plan in self._plans.values() for event, _ in plan}):
+        if not (events := {event for plan in self._distinct for event, _ in plan}):
             return f"epsilon = 0 at delta = {delta:g}: nothing has been released."
-        plans, first = sorted(self._plans.values(), key=variance), min(events)
+        plans = [plan for plan in sorted(self._distinct, key=variance) for _ in range(self._distinct[plan])]
+        first = min(events)
         num_bare = sum(any(event.multiplier < FAINT for event, _ in plan) for plan in plans)
         who = "The server" if first.unit == "client" else f"{num_bare} of {len(plans)} clients"
         what = "one client" if first.unit == "client" else "one unit" if first.grouped else "one record"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -226,12 +226,11 @@ def protection(mechanism: Mechanism, cohort: Sequence[tuple[float, int]]) -> lis
     if mechanism.noise == "local":
         return [1.0] * len(cohort)
     parts, num_colluding = [weight / size for weight, size in cohort], math.floor(mechanism.colluding * len(cohort))
-    found: list[float] = []
-    for i, own in enumerate(parts):
-        others = sorted(parts[:i] + parts[i + 1 :])
-        honest = [own, *others[: len(others) - num_colluding]]
-        found.append(math.sqrt(sum(part**2 for part in honest) / len(parts)) / own)
-    return found
+    rising, num_honest = sorted(parts), len(parts) - num_colluding
+    least, rest = (math.fsum(part**2 for part in rising[:count]) for count in (num_honest, num_honest - 1))
+    bound = rising[num_honest - 1]  # a client of at most this is among the quietest itself
+    own = {part: math.sqrt((least if part <= bound else rest + part**2) / len(parts)) / part for part in set(parts)}
+    return [own[part] for part in parts]
 
 
 def events(
@@ -250,6 +249,20 @@ def events(
         sigma = 0.0
     sigmas = (sigma / math.sqrt(count) for count in queries.values())
     return Counter(Event(sampling, size, num_examples, own, seen, mechanism.unit, *footprint) for own in sigmas)
+
+
+def round_events(
+    mechanism: Mechanism,
+    num_examples: int,
+    queries: Iterable[Mapping[int, int]],
+    factor: float = 1.0,
+    footprint: Footprint = RECORD,
+) -> Counter[Event]:
+    """What the local steps with these queries cost a client together."""
+    total = Counter[Event]()
+    for step in queries:
+        total.update(events(mechanism, num_examples, step, factor, footprint))
+    return total
 
 
 def calibrated_sigma(mechanism: Mechanism) -> float:

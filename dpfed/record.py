@@ -3,10 +3,12 @@
     recipe.json              the recipe, written once          environment.json     what it ran on, and when it began
     rows.jsonl               one line a round                  ledger.jsonl         delta, then the charges and the coins
     checkpoint.safetensors   the state before round t          model.safetensors    the final weights; ends the run
+    memory/                  what clients keep (`memories.py`)
     lock                     held by the one process that writes; the system frees it when that process dies
 
 Round t is `charge(receipts)`, then the release (the server steps), then `append(row)`, then `checkpoint(state, t + 1)`.
-Each is on the disk before it returns. A resumed run does `restore()`, then `rewind(t)`. So a SIGKILL can only fall
+A charge is on the disk before `charge` returns, rows before the checkpoint that follows them, and a checkpoint before it takes
+the place of the last. A resumed run does `restore()`, then `rewind(t)`. So a SIGKILL can only fall
 
 - into `create`: the ledger is written last and makes the folder a run; without it nothing was charged, create it anew.
 - before or into `charge`: nothing of round t was released. Whole lines count, a torn last one does not. Round t is done
@@ -36,25 +38,23 @@ import os
 import platform
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from dpfed.disk import PART, disk, read, read_tensors, replace_file, sync, tensors_as_bytes
 from dpfed.errors import InputError
-from dpfed.ledger import Event, Ledger, Receipt
+from dpfed.ledger import Bill, Event, Ledger, Receipt
 from dpfed.report import table_text
 
 RECIPE, ENVIRONMENT, ROWS, LEDGER = "recipe.json", "environment.json", "rows.jsonl", "ledger.jsonl"
-CHECKPOINT, MODEL, LOCK, PART = "checkpoint.safetensors", "model.safetensors", "lock", ".part"
+CHECKPOINT, MODEL, LOCK = "checkpoint.safetensors", "model.safetensors", "lock"
 NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
@@ -76,11 +76,12 @@ class RunRecord:
 
     def __init__(self, path: str | Path) -> None:
         self.path, self.ledger, self.rows, self.delta = Path(path), Ledger(), list[dict[str, Any]](), math.nan
-        self._charged, self._announced, self._ends = set[tuple[int, int]](), set[int](), dict[str, int]()
+        self._num_charges, self._due = 0, list[Bill]()  # in the file; in the ledger, but not in the file yet
+        self._announced, self._ends = set[int](), dict[str, int]()
         self._release: weakref.finalize[..., RunRecord] | None = None
         if not (self.path / LEDGER).is_file():
             raise InputError(f"{self.path}: there is no run here ({LEDGER} is missing). Name the folder of a run.")
-        self.recipe, self.environment = (_parse(_read(self.path / name), self.path / name) for name in (RECIPE, ENVIRONMENT))
+        self.recipe, self.environment = (_parse(read(self.path / name), self.path / name) for name in (RECIPE, ENVIRONMENT))
         for where, row in self._lines(ROWS):
             self.rows.append(self._checked(row, where))
         for where, line in self._lines(LEDGER):
@@ -93,8 +94,8 @@ class RunRecord:
                     self._announced.add(line["round"])
                     continue
                 events = Counter({Event.from_json(event): count for event, count in line["events"]})
-                self.ledger.post([Receipt(line["client"], line["t"], events)])
-                self._charged.add((line["client"], line["t"]))
+                charged = self.ledger.post(Receipt(client, line["t"], events) for client in line["clients"])
+                self._num_charges += sum(len(bill.clients) for bill in charged)
             except (KeyError, TypeError, ValueError) as error:
                 raise InputError(f"{where}: this is no charge ({error}). Put the file back as it was.") from error
         if math.isnan(self.delta):
@@ -110,13 +111,13 @@ class RunRecord:
         """Begin a run in a new or an empty folder. Where that cannot be done, nothing is left behind."""
         path, texts = Path(path), {RECIPE: _dump(recipe, RECIPE, 2), ENVIRONMENT: _dump(environment, ENVIRONMENT, 2)}
         texts[LEDGER] = _dump({"delta": delta}, LEDGER)  # the last one: it makes the folder a run
-        with _disk(path, "Name a folder you may write to, on a disk with free space."), ExitStack() as undo:
+        with disk(path, "Name a folder you may write to, on a disk with free space."), ExitStack() as undo:
             _check_free(path, texts)
             new_folders = [folder for folder in (path, *path.parents) if not folder.exists()]
             for folder in reversed(new_folders):
                 folder.mkdir()
                 undo.callback(folder.rmdir)
-                _sync(folder.parent)
+                sync(folder.parent)
             lock = _lock(path)
             if new_folders:
                 undo.callback((path / LOCK).unlink)
@@ -124,7 +125,7 @@ class RunRecord:
             _check_free(path, texts)  # again: another process may have been faster
             for name, data in texts.items():
                 undo.callback((path / name).unlink, missing_ok=True)
-                _replace(path / name, data)
+                replace_file(path / name, data)
             record = cls(path)
             record._release = weakref.finalize(record, os.close, lock)
             undo.pop_all()
@@ -140,23 +141,25 @@ class RunRecord:
 
         ``announced``: the rounds that every client joined by an independent coin, and its rate (`Ledger.announce`).
         """
-        receipts, announced = list(receipts), announced or {}
+        announced = announced or {}
         self._own()
-        self.ledger.post(receipts)  # refuses contradictions; when the disk then fails, it is ahead of the file, never behind
+        self._due += self.ledger.post(receipts)  # when the disk then fails, the ledger is ahead of the file, never behind
         self.ledger.announce(announced)
         rounds = {t: rate for t, rate in announced.items() if t not in self._announced}
-        fresh = {(client, t): events for client, t, events in receipts if (client, t) not in self._charged}
-        plain = {key: [[event.to_json(), count] for event, count in events.items()] for key, events in fresh.items()}
-        lines = [{"client": client, "t": t, "events": events} for (client, t), events in plain.items()]
+        lines: list[dict[str, Any]] = [
+            {"t": t, "clients": clients, "events": [[event.to_json(), count] for event, count in sorted(plan)]}
+            for t, clients, plan in self._due
+        ]
         self._append(LEDGER, lines + [{"round": t, "rate": rate} for t, rate in rounds.items()])
-        self._charged.update(fresh)
+        self._num_charges += sum(len(bill.clients) for bill in self._due)
+        self._due.clear()
         self._announced.update(rounds)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add the row of one round."""
+        """Add the row of one round; durable with the next checkpoint, without which the round is done again."""
         self._own()
         checked = self._checked(dict(row), f"{self.path / ROWS}, new row")
-        self._append(ROWS, [checked])
+        self._append(ROWS, [checked], durable=False)
         self.rows.append(checked)
 
     def rewind(self, t: int) -> None:
@@ -173,14 +176,14 @@ class RunRecord:
 
     def checkpoint(self, tensors: Mapping[str, Tensor], t: int) -> None:
         """Save the state before round t in place of the last one, whole or not at all."""
-        self._save(CHECKPOINT, tensors, {"t": t, "num_charges": len(self._charged)})
+        self._save(CHECKPOINT, tensors, {"t": t, "num_charges": self._num_charges})
 
     def restore(self) -> tuple[int, dict[str, Tensor]] | None:
         """The next round and the state before it, on the CPU; None when there is no checkpoint yet."""
         if not (self.path / CHECKPOINT).exists():
             return None
         metadata, tensors = self._load(CHECKPOINT, "Delete it to start again from round 0; the ledger keeps every charge.")
-        expected, found = metadata["num_charges"], len(self._charged)
+        expected, found = metadata["num_charges"], self._num_charges
         if expected > found:
             raise InputError(
                 f"{self.path / LEDGER}: holds {found} charges, but {CHECKPOINT} was written after {expected}. Put the "
@@ -233,7 +236,7 @@ class RunRecord:
         with self._disk(LOCK):
             self._release = weakref.finalize(self, os.close, _lock(self.path))
             for path in (self.path, *(self.path / name for name, end in self._ends.items() if end)):
-                _sync(path)
+                sync(path)
         if any(len(_whole_lines(self.path / name)) != end for name, end in self._ends.items()):
             self.close()
             raise InputError(f"{self.path}: somebody has written to this run since it was read. Open it again.")
@@ -245,7 +248,7 @@ class RunRecord:
         lines = [(f"{self.path / name}, line {number}", line) for number, line in enumerate(whole.split(b"\n")[:-1], 1)]
         return [(where, _parse(line, where)) for where, line in lines]
 
-    def _append(self, name: str, values: list[dict[str, Any]]) -> None:
+    def _append(self, name: str, values: list[dict[str, Any]], durable: bool = True) -> None:
         """Add lines behind the last whole one, so that what a crash or a full disk tore is written over."""
         data, end = b"".join(_dump(value, name) for value in values), self._ends[name]
         with self._disk(name), os.fdopen(os.open(self.path / name, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
@@ -255,9 +258,8 @@ class RunRecord:
             file.seek(end)
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
-            if end == 0:
-                _sync(self.path)
+            if durable:
+                os.fsync(file.fileno())
         self._ends[name] = end + len(data)
 
     def _checked(self, row: dict[str, Any], where: str) -> dict[str, Any]:
@@ -268,44 +270,27 @@ class RunRecord:
 
     def _save(self, name: str, tensors: Mapping[str, Tensor], metadata: dict[str, Any]) -> None:
         self._own()
-        plain = {key: value.detach().cpu().clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}
-        metadata = {"file": name, "recipe": self._fingerprint(), **metadata}
-        metadata["checksum"] = _checksum(plain, metadata)
-        self._put(name, save_tensors(plain, {"dpfed": json.dumps(metadata)}))  # one text: safetensors shuffles several
+        with self._disk(ROWS):
+            if self.rows:
+                sync(self.path / ROWS)
+        self._put(name, tensors_as_bytes(tensors, {"file": name, "recipe": self.fingerprint(), **metadata}))
 
     def _load(self, name: str, remedy: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        try:
-            data = _read(self.path / name)
-            tensors = load_tensors(data)
-            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-            metadata = dict(json.loads(header.get("__metadata__", {}).get("dpfed", "{}")))
-            intact = metadata.pop("checksum", None) == _checksum(tensors, metadata)
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{self.path / name}: cannot be read ({error}). {remedy}") from error
-        if not intact:
-            raise InputError(f"{self.path / name}: the checksum does not match: damaged, or not from dpfed. {remedy}")
-        if (metadata["file"], metadata["recipe"]) != (name, self._fingerprint()):
+        metadata, tensors = read_tensors(self.path / name, remedy)
+        if (metadata["file"], metadata["recipe"]) != (name, self.fingerprint()):
             raise InputError(f"{self.path / name}: comes from a run of another recipe, or was renamed. {remedy}")
         return metadata, tensors
 
     def _put(self, name: str, data: bytes) -> None:
         with self._disk(name):
-            _replace(self.path / name, data)
+            replace_file(self.path / name, data)
 
     def _disk(self, name: str) -> AbstractContextManager[None]:
-        return _disk(self.path / name, f"Make room, or allow writing, and go on with `dpfed resume {self.path}`.")
+        return disk(self.path / name, f"Make room, or allow writing, and go on with `dpfed resume {self.path}`.")
 
-    def _fingerprint(self) -> str:
+    def fingerprint(self) -> str:
+        """Of the recipe, which stands in every file of tensors."""
         return hashlib.blake2b(_dump(self.recipe, RECIPE), digest_size=16).hexdigest()
-
-
-@contextmanager
-def _disk(path: Path, remedy: str) -> Generator[None]:
-    """Turn what the disk refuses into words."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror}). {remedy}") from error
 
 
 def _check_free(path: Path, ours: Iterable[str]) -> None:
@@ -329,39 +314,8 @@ def _lock(folder: Path) -> int:
     return lock
 
 
-def _replace(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all, also when the power fails."""
-    part = path.with_name(path.name + PART)
-    try:
-        with part.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    """Force a file, or the names in a folder, to the disk."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}). Put the file back as it was.") from error
-
-
 def _whole_lines(path: Path) -> bytes:
-    data = _read(path) if path.exists() else b""
+    data = read(path) if path.exists() else b""
     return data[: data.rfind(b"\n") + 1]
 
 
@@ -395,11 +349,3 @@ def _leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_leaves(item, change) for item in cast(list[Any], value)]
     return change(value)
-
-
-def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> str:
-    digest = hashlib.blake2b(json.dumps(metadata, sort_keys=True).encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()

@@ -26,14 +26,15 @@ from torch import Tensor
 from dpfed.algorithm import Counted, Round, Tree, leaves, like, num_bytes
 from dpfed.data import Federation, generator
 from dpfed.diagnostics import columns, own_upload
-from dpfed.engines.simulation import Engine, Job, client_weights, memory_tensors
+from dpfed.engines.simulation import Engine, Job, client_weights
 from dpfed.errors import InputError
 from dpfed.flat import FlatModel
 from dpfed.forecast import Forecast, blank_upload, coins, forecast, planned_receipts, public_fields
 from dpfed.forecast import dry_round as dry_round
 from dpfed.forecast import planned_events as planned_events
-from dpfed.ledger import Ledger, Receipt
+from dpfed.ledger import Ledger, Receipt, bills
 from dpfed.mechanism import Gaussian, calibrated_sigma, expected_size, reach
+from dpfed.memories import Memories
 from dpfed.pieces import Moment, no_moment, push, schedule_scale
 from dpfed.privacy import next_clip, noised_upload
 from dpfed.recipe import Recipe, to_json
@@ -119,10 +120,11 @@ def _training(recipe: Recipe, record: RunRecord, engine: Engine, plan: Forecast)
     stored = record.restore()
     if stored is not None:
         first, tensors = stored
-        tensors = {name: vector.to(device) for name, vector in tensors.items()}
+        tensors = _to(device, tensors)
         now = like(now, tensors)
-        engine.memory.update(_memory(plan.dry.memory, tensors))
+    needed = [] if stored is None else stored[1]["memories"].tolist()
     record.rewind(first)
+    memories = Memories(record.path, record.fingerprint(), first, needed)
     spent = Ledger()  # the record's may know already of rounds that are done again
     spent.announce({t: rate for t, rate in record.ledger.announced.items() if t < first})
     spent.post(receipt for receipt in record.ledger if receipt.t < first)
@@ -136,7 +138,10 @@ def _training(recipe: Recipe, record: RunRecord, engine: Engine, plan: Forecast)
         row: Row = {"t": t, "clients": len(cohort), "bytes_down": num_bytes(now.s), "bytes_up": 0}
         if cohort or job.mechanism.unit == "client":
             announced = _announced(recipe, job, t, now, cohort)
+            engine.memory.clear()
+            engine.memory |= {i: like(plan.dry.memory, _to(device, kept)) for i, kept in memories.of(cohort).items()}
             now, upload = _step(engine, job, now, announced, cohort, receipts)
+            memories.keep(t, {i: dict(leaves(kept)) for i, kept in engine.memory.items()})
             row["bytes_up"] = num_bytes(own_upload(upload))
             if recipe.diagnostics:
                 noise_var = noise_variance(job, cohort, announced.clip)
@@ -158,7 +163,9 @@ def _training(recipe: Recipe, record: RunRecord, engine: Engine, plan: Forecast)
         record.append(row)
         if last or time.monotonic() - since > 20 * cost:
             since = time.monotonic()
-            record.checkpoint(dict(leaves(now)) | memory_tensors(engine.memory), t + 1)
+            memories.settle()
+            record.checkpoint(dict(leaves(now)) | {"memories": torch.tensor(memories.rounds(), dtype=torch.long)}, t + 1)
+            memories.tidy()
             cost = time.monotonic() - since
         yield row
     if not record.finished:
@@ -203,7 +210,7 @@ def _step(engine: Engine, job: Job, now: Standing, t: Round, cohort: list[int], 
     receipts = list[Receipt]()
     if cohort:
         upload, receipts = engine.train(t, now.s, cohort)
-    if sorted(receipts) != ([Receipt(i, t.index, Counter()) for i in cohort] if by_client else plan):
+    if bills(receipts) != bills([Receipt(i, t.index, Counter()) for i in cohort] if by_client else plan):
         raise RuntimeError(f"round {t.index}: the engine spent other events than were charged; nothing of it is released")
     if by_client:
         upload = _noised(job, now.s, t, upload)
@@ -263,13 +270,8 @@ def _judged(recipe: Recipe, job: Job, now: Standing) -> Row:
     return {**judged, "model": model, **{f"last_{name}": value for name, value in last.items()}}
 
 
-def _memory(structure: Tree, tensors: dict[str, Tensor]) -> dict[int, Tree]:
-    clients: dict[int, dict[str, Tensor]] = {}
-    for name, vector in tensors.items():
-        if name.startswith("memory."):
-            _, i, field = name.split(".", 2)
-            clients.setdefault(int(i), {})[field] = vector
-    return {i: like(structure, fields) for i, fields in clients.items()}
+def _to(device: torch.device, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 def fingerprint(model: FlatModel, federation: Federation) -> str:
@@ -277,7 +279,8 @@ def fingerprint(model: FlatModel, federation: Federation) -> str:
     content = hashlib.blake2b(digest_size=16)
     test = federation.test or {}
     columns = [("theta0", model.theta0()), *federation.records.items(), *test.items()]
-    for name, vector in [*columns, *((str(i), rows) for i, rows in enumerate(federation.clients))]:
+    shares = [("rows", federation.shares.rows), ("sizes", torch.tensor(federation.sizes))]
+    for name, vector in [*columns, *shares]:
         content.update(f"{name}{tuple(vector.shape)}{vector.dtype}".encode())
         content.update(vector.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return content.hexdigest()

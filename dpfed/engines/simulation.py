@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dpfed import data
-from dpfed.algorithm import Algorithm, Counted, Round, Tree, client_round, leaves, like, rows, tree_map, weighted_sum
+from dpfed.algorithm import Algorithm, Counted, Round, Tree, client_round, leaves, like, rows, tree_map, weighted_rows
 from dpfed.compiled import Compiler, directly
 from dpfed.data import Federation
 from dpfed.engines.memory import CACHE, Plan, demand, plan
@@ -22,7 +23,7 @@ from dpfed.errors import InputError
 from dpfed.flat import FlatModel, Records
 from dpfed.keyed import fold
 from dpfed.ledger import Event, Receipt
-from dpfed.mechanism import Mechanism, calibrated_sigma, events, expected_size, protection
+from dpfed.mechanism import Mechanism, calibrated_sigma, expected_size, protection, round_events
 from dpfed.privacy import Part, PrivateGradient, Sums, Survey, clipped_upload, survey
 from dpfed.secure import secure_noise
 
@@ -46,7 +47,7 @@ class Job(NamedTuple):
 
 
 class Engine(Protocol):
-    """Trains a cohort. ``memory`` is what stays on the clients between rounds."""
+    """Trains a cohort. ``memory`` is what stays on the clients between rounds; a run puts the cohort's there before each."""
 
     memory: dict[int, Tree]
 
@@ -140,13 +141,11 @@ class SimulationEngine:
         chosen = self._planned if self._compiler else self._plan(len(cohort))
         weights = client_weights(self.job, cohort)
         total, receipts = None, list[Receipt]()
+        way: dict[str, Any] = {"sums": self._sums, "num_rows": chosen.clients if self._compiler else None}
         for start in range(0, len(cohort), chosen.clients):
             clients = cohort[start : start + chosen.clients]
-            setting: dict[str, Any] = {"sums": self._sums, "num_rows": chosen.clients if self._compiler else None}
-            uploads, memory, spent = train_clients(
-                self.job, t, s, clients, self.memory, cohort, records_at_once=chosen.records, **setting
-            )
-            total = weighted_sum(zip(weights[start:], uploads, strict=False), total)
+            uploads, memory, spent = train_matrix(self.job, t, s, clients, self.memory, cohort, chosen.records, **way)
+            total = weighted_rows(weights[start : start + chosen.clients], uploads, total)
             self.memory.update(memory)
             receipts += spent
         return total, receipts
@@ -172,13 +171,16 @@ def client_weights(job: Job, cohort: list[int]) -> list[float]:
     """Public weights of a cohort's uploads. They sum to one; where clients are the unit, in the mean over secret cohorts."""
     if job.mechanism.unit == "client":
         return [1 / job.cohort] * len(cohort)
-    sizes = [job.federation.sizes[i] if job.weighting == "examples" else 1 for i in cohort]
-    return [size / sum(sizes) for size in sizes]
+    held = job.federation.sizes
+    sizes = [held[i] if job.weighting == "examples" else 1 for i in cohort]
+    total = sum(sizes)
+    return [size / total for size in sizes]
 
 
 def protections(job: Job, cohort: list[int]) -> dict[int, float]:
     """What protects a record of each client of a cohort, as a multiple of sigma: public, and known before they train."""
-    sizes = [expected_size(job.mechanism, job.federation.sizes[i]) for i in cohort]
+    held = job.federation.sizes
+    sizes = [expected_size(job.mechanism, held[i]) for i in cohort]
     factors = protection(job.mechanism, list(zip(client_weights(job, cohort), sizes, strict=True)))
     own = [job.factors[i] if job.factors else 1.0 for i in cohort]
     return {i: factor * mine for i, factor, mine in zip(cohort, factors, own, strict=True)}
@@ -196,16 +198,32 @@ def train_clients(
     num_rows: int | None = None,
     sums: Sums | None = None,
 ) -> tuple[list[Tree], dict[int, Tree], list[Receipt]]:
-    """One round of some clients of a cohort, as a matrix with a row each. A row does not depend on which others are there.
+    """One round of some clients of a cohort, with an upload each."""
+    uploads, kept, receipts = train_matrix(job, t, s, clients, memory, cohort, records_at_once)
+    return rows(uploads, len(clients)), kept, receipts
+
+
+def train_matrix(
+    job: Job,
+    t: Round,
+    s: Tree,
+    clients: list[int],
+    memory: dict[int, Tree],
+    cohort: list[int] | None = None,
+    records_at_once: int | None = None,
+    num_rows: int | None = None,
+    sums: Sums | None = None,
+) -> tuple[Tree, dict[int, Tree], list[Receipt]]:
+    """The same with the uploads as a matrix with a row each. A row does not depend on which others are there.
 
     ``num_rows``: of the batches, where there are to be more than clients, so that all cohorts have one shape. ``sums``: how the
     sums of gradients are taken; by default eagerly, in the precision of the model.
     """
     cohort = clients if cohort is None else cohort
     sums = Sums(job.model, surveyed(job)) if sums is None else sums
-    device = s.theta.device
-    num_examples = [job.federation.sizes[i] for i in clients]
-    sizes = torch.tensor([[expected_size(job.mechanism, n)] for n in num_examples], dtype=s.theta.dtype).to(device)
+    device, held = s.theta.device, job.federation.sizes
+    expected = [[expected_size(job.mechanism, held[i])] for i in clients]
+    sizes = torch.tensor(expected, dtype=s.theta.dtype).to(device)
     batches = Batches(job, clients, t, num_rows or len(clients), records_at_once)
     gradients: list[PrivateGradient] = []
     own: Tensor | float = (
@@ -214,10 +232,10 @@ def train_clients(
 
     def gradient(k: int) -> PrivateGradient:
         def keyed(total: Tensor, std: Tensor | float, draw: int, query: int) -> Tensor:
-            keys = [(t.index, i, k, draw, query) for i in clients]
-            draws = [data.generator(job.seed, "noise", *numbers, device=device) for numbers in keys]
-            normal = [torch.randn(total.shape[1:], generator=g, dtype=total.dtype, device=device) for g in draws]
-            return total + std * torch.stack(normal)
+            random, normal = torch.Generator(device), torch.empty(total.shape, dtype=total.dtype, device=device)
+            for i, row in zip(clients, normal.unbind(), strict=True):
+                row.normal_(generator=data.keyed(random, data.key(job.seed, "noise", t.index, i, k, draw, query)))
+            return total + std * normal
 
         noise = keyed if job.seed is not None else secure_noise(calibrated_sigma(job.mechanism))
         batch = partial(batches.parts, k)
@@ -230,12 +248,21 @@ def train_clients(
     elif job.mechanism.clipping == "adaptive":
         num_calls = sum(sum(step.queries.values()) for step in gradients)
         uploads = Counted(uploads, torch.stack([step.within for step in gradients]).sum(0) / num_calls)
-    receipts, factors = [Receipt(i, t.index, Counter[Event]()) for i in clients], protections(job, cohort)
-    for receipt, n in zip(receipts, num_examples, strict=True):
-        for step in gradients:
-            receipt.events.update(events(job.mechanism, n, step.queries, factors[receipt.client], job.federation.footprint))
+    receipts = receipts_for(job, t.index, clients, cohort, [step.queries for step in gradients])
     kept = {} if new_memory is None else dict(zip(clients, rows(new_memory, len(clients)), strict=True))
-    return rows(uploads, len(clients)), kept, receipts
+    return uploads, kept, receipts
+
+
+def receipts_for(
+    job: Job, t: int, clients: list[int], cohort: list[int], queries: Sequence[Mapping[int, int]], times: int = 1
+) -> list[Receipt]:
+    """What some clients of a cohort pay for steps with these queries, so many times. Those who are alike share their events."""
+    factors, held = protections(job, cohort), job.federation.sizes
+    prices: dict[tuple[int, float], Counter[Event]] = {}
+    for kind in {(held[i], factors[i]) for i in clients}:
+        total = round_events(job.mechanism, kind[0], queries, kind[1], job.federation.footprint)
+        prices[kind] = Counter({event: times * count for event, count in total.items()})
+    return [Receipt(i, t, prices[held[i], factors[i]]) for i in clients]
 
 
 def _bounded(mechanism: Mechanism, uploads: Tree, t: Round, num_clients: int) -> Tree:
@@ -264,7 +291,7 @@ def first_record(job: Job) -> Records:
 
 
 def batch_shape(job: Job, num_rows: int) -> Shape:
-    return shape_of(job.mechanism.batch_size, num_rows, job.mechanism.sampling, max(job.federation.sizes))
+    return shape_of(job.mechanism.batch_size, num_rows, job.mechanism.sampling, job.federation.shares.largest)
 
 
 class _Chunk(NamedTuple):
@@ -312,36 +339,25 @@ class Batches:
         return Part(examples if chunk.keys is None else examples | {"key": chunk.keys}, mask, chunk.rows)
 
     def _draw(self, k: int, draw: int) -> list[_Chunk]:
-        mechanism, federation, job, t = self._job.mechanism, self._job.federation, self._job, self._t
-        first, further, rows = self._shape
-        drawn = [
-            data.batch(
-                job.seed,
-                t.index,
-                i,
-                k,
-                num_examples=len(federation.clients[i]),
-                batch_size=mechanism.batch_size,
-                sampling=mechanism.sampling,
-                draw=draw,
-            )
-            for i in self._clients
-        ]
-        most = max(len(chosen) for chosen in drawn)
-        num_columns = first + further * max(0, math.ceil((most - first) / max(1, further)))
-        index, keys = torch.zeros(2, self._num_rows, num_columns, dtype=torch.long)
-        for row, (i, chosen) in enumerate(zip(self._clients, drawn, strict=True)):
-            index[row] = ~federation.clients[i][0]
-            index[row, : len(chosen)] = federation.clients[i][chosen]
-            if job.model.needs_key:
-                own = torch.tensor(data.key(job.seed, "record", t.index, i, k, draw))
-                keys[row, : len(chosen)] = fold(own, chosen)
-        index[len(drawn) :] = _padding(index[0, 0])
-        padded = self._num_rows > len(drawn)
-        everyone = torch.arange(self._num_rows) % len(drawn) if padded else None
+        job, t, clients, shares = self._job, self._t, self._clients, self._job.federation.shares
+        mechanism, (first, further, rows), num_padding = job.mechanism, self._shape, self._num_rows - len(clients)
+        sizes, starts = [shares.sizes[i] for i in clients], torch.tensor([shares.starts[i] for i in clients])
+        chosen, counts = data.batches(job.seed, t.index, clients, k, sizes, mechanism.batch_size, mechanism.sampling, draw)
+        lengths: list[int] = counts.tolist()
+        num_columns = first + further * max(0, math.ceil((max(lengths) - first) / max(1, further)))
+        row = torch.arange(len(clients)).repeat_interleave(counts)
+        column = torch.arange(len(chosen)) - (counts.cumsum(0) - counts)[row]
+        index = (~shares.rows[starts]).unsqueeze(1).repeat(1, num_columns)
+        index[row, column] = shares.rows[starts[row] + chosen]
+        keys = torch.zeros(self._num_rows, num_columns, dtype=torch.long)
+        if job.model.needs_key:
+            names = torch.tensor([data.key(job.seed, "record", t.index, i, k, draw) for i in clients])
+            keys[row, column] = fold(names[row], chosen)
+        index = torch.cat([index, _padding(index[:1]).expand(num_padding, -1)])
+        everyone = torch.arange(self._num_rows) % len(clients) if num_padding else None
         chunks = [_Chunk(index[:, some], keys[:, some], everyone) for some in self._pieces(first)]
         for low in range(first, num_columns, max(1, further)):
-            over = [row for row, chosen in enumerate(drawn) if len(chosen) > low]
+            over = [place for place, length in enumerate(lengths) if length > low]
             for start in range(0, len(over), rows):
                 here = torch.tensor((over[start : start + rows] + over[:1] * rows)[:rows])
                 mine, own = index[here, low : low + further], keys[here, low : low + further]
@@ -371,8 +387,3 @@ def _stack(clients: list[int], memory: dict[int, Tree]) -> Tree:
         return None
     blank = tree_map(torch.zeros_like, known[0])
     return tree_map(lambda *vectors: torch.stack(vectors), *(memory.get(i, blank) for i in clients))
-
-
-def memory_tensors(memory: dict[int, Tree]) -> dict[str, Tensor]:
-    """The clients' memories as named tensors, for a checkpoint."""
-    return {f"memory.{i}.{name}": vector for i, tree in memory.items() for name, vector in leaves(tree)}

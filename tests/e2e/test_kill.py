@@ -55,7 +55,7 @@ def charges(folder: Path) -> set[tuple[int, int]]:
     """What is on the disk, read without the library."""
     text = (folder / "ledger.jsonl").read_text() if (folder / "ledger.jsonl").exists() else ""
     lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    return {(line["client"], line["t"]) for line in lines if "client" in line}
+    return {(client, line["t"]) for line in lines for client in line.get("clients", ())}
 
 
 @pytest.mark.parametrize("algorithm", [FedAdamW(lr=0.01), Scaffold(lr=0.1)], ids=lambda a: type(a).__name__)

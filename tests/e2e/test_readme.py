@@ -33,7 +33,7 @@ def test_the_python_example_runs_and_learns(
 def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """In their order, the training ones shortened to one round and without a GPU."""
     monkeypatch.chdir(tmp_path)
-    assert len(COMMANDS) == 15
+    assert len(COMMANDS) == 16
     main(["run", "quickstart", "--rounds", "1", "--mechanism.batch-size", "16"])
     for command in COMMANDS:
         words = shlex.split(command, comments=True)[1:]
@@ -43,5 +43,5 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
             assert end.value.code == 0
             continue
         short = ["--rounds", "1", "--mechanism.batch-size", "16", "--engine.device", "cpu"] if words[0] == "run" else []
-        main([*words, *short])
+        main([*words, *short, *(["--device", "cpu", "--seconds", "0.01"] if words[0] == "bench" else [])])
     assert "sigma = 1.2340" in capsys.readouterr().out

@@ -283,7 +283,7 @@ class _NoWaiting(TorchFunctionMode):
     """On a GPU each of these waits until all that was asked for is done."""
 
     def __torch_function__(self, func: Any, types: Any, given: Any = (), named: Any = None) -> Any:
-        assert getattr(func, "__name__", "") not in {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__"}
+        assert getattr(func, "__name__", "") not in {"item", "tolist", "cpu", "__bool__", "__float__", "__int__"}
         return func(*given, **(named or {}))
 
 

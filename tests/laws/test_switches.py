@@ -21,7 +21,7 @@ from dpfed import FAFED, SGD, FedAdamW, FedSAM, InputError, Recipe, Scaffold, Si
 from dpfed.algorithm import Algorithm, Round
 from dpfed.engines.simulation import Job, train_clients
 from dpfed.flat import FlatModel, Records
-from dpfed.forecast import forecast, planned, public_fields
+from dpfed.forecast import forecast, planned, planned_receipts, public_fields
 from dpfed.ledger import EVERYBODY
 from dpfed.mechanism import AsReleased
 from dpfed.recipe import from_json, to_json
@@ -155,7 +155,10 @@ def test_resuming_equals_not_stopping_in_other_runs(recipe: Recipe, tmp_path: Pa
 def spent_as_planned(recipe: Recipe, record: RunRecord) -> None:
     plan = forecast(recipe, *recipe.task.build(recipe.seed))
     ledger = planned(recipe, plan.job, plan.cohorts[: plan.num_rounds], plan.dry)
-    assert list(ledger) == list(record.ledger)
+    assert {i: ledger.events(i) for i in ledger.clients()} == {i: record.ledger.events(i) for i in record.ledger.clients()}
+    rounds = enumerate(plan.cohorts[: plan.num_rounds])
+    one_by_one = [receipt for t, cohort in rounds for receipt in planned_receipts(recipe, plan.job, t, cohort, plan.dry)]
+    assert sorted(one_by_one) == sorted(record.ledger)
     assert ledger.announced == record.ledger.announced
     counted = Counter(i for cohort in plan.cohorts[: plan.num_rounds] for i in cohort)
     assert record.ledger.clients() == ([EVERYBODY] if plan.job.mechanism.unit == "client" else sorted(counted))

@@ -162,9 +162,9 @@ def test_large_poisson_batches_are_never_cut_off() -> None:
     """Every record has gradient e: the sum over a batch far beyond the expected size is that size."""
     records = torch.full((400, 2), 1e-3, dtype=torch.float64)
     mechanism = Gaussian(sigma=0.0, clip=1.0, batch_size=8)
-    sample = released(mechanism, records, rounds=50, num_steps=1, num_clients=4)[..., 0] * 8 / 1e-3
+    sample = released(mechanism, records, rounds=200, num_steps=1, num_clients=4)[..., 0] * 8 / 1e-3
     facts = {"num_examples": 100, "batch_size": 8, "sampling": "poisson"}
-    sizes = torch.tensor([[len(data.batch(11, t, i, 0, **facts)) for i in range(4)] for t in range(50)])
+    sizes = torch.tensor([[len(data.batch(11, t, i, 0, **facts)) for i in range(4)] for t in range(200)])
     assert int(sizes.max()) > 14, "the test must see overflow"
     torch.testing.assert_close(sample, sizes.double())
 
@@ -191,3 +191,23 @@ def test_second_moment_is_signal_plus_noise_in_every_round() -> None:
         printed = float(s.v.value.mean()) / (1 - beta2**steps)
         if t > 0:
             assert abs(printed / (signal**2 + phi) - 1) > 0.4
+
+
+def test_all_bits_of_a_key_count() -> None:
+    """Two keys that agree in their last 32 bits draw nothing alike; torch's own seeding would."""
+    numbers = [1, 1 + 2**32, 1 + 2**40]
+    plain = [torch.randn(5, generator=torch.Generator().manual_seed(number)) for number in numbers]
+    assert plain[0].equal(plain[1]), "if this no longer holds, the state need not be filled by hand"
+    first, later = dict[int, int](), dict[int, int]()
+    for t in range(300_000):
+        last = data.key(0, "noise", t) % 2**32
+        if last in first:
+            later[t] = first[last]
+        first[last] = t
+    assert later, "such pairs come up in any long run"
+    for t, other in later.items():
+        a, b = (torch.randn(1000, generator=data.generator(0, "noise", i), dtype=torch.float64) for i in (t, other))
+        assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 6.5 / 1000**0.5
+    sample = torch.cat([torch.randn(50, generator=data.generator(0, "noise", t), dtype=torch.float64) for t in range(2000)])
+    assert abs(float(sample.mean())) < 6 / len(sample) ** 0.5
+    assert abs(float(sample.square().mean()) - 1) < 6 * (2 / len(sample)) ** 0.5

@@ -300,7 +300,7 @@ def test_a_ledger_cut_at_every_byte_loses_the_torn_charge_only_and_can_go_on(pat
                 RunRecord.open(path)
             continue
         record = RunRecord.open(path)
-        assert charged(record) == {(0, 0), (2, 0)} & set(list({(0, 0): 1, (2, 0): 2})[: whole - 1])
+        assert charged(record) == ({(0, 0), (2, 0)} if whole == 2 else set())
         record.charge(receipts(0))
         record.close()
         assert (path / "ledger.jsonl").read_bytes() == data
@@ -309,11 +309,12 @@ def test_a_ledger_cut_at_every_byte_loses_the_torn_charge_only_and_can_go_on(pat
 LINES = {
     "rows.jsonl": [b"", b"{", b"3", b"[]", b'{"t": 0}', b'{"t": 2.5}', b"{}", b"\xff", b'{"t": 9'],
     "ledger.jsonl": [
-        *(b"", b"{", b"3", b"{}", b"\xff", b'{"client": 0, "t": 0, "events": 3}'),
-        b'{"client": 0, "t": 0, "events": [["x", 1]]}',
-        b'{"client": 0, "t": 0, "events": []}',  # contradicts what is charged
-        b'{"client": "0", "t": 0, "events": []}',
-        b'{"client": 7, "t": 0, "events": [[{"sigma": 1.0}, 1]]}',
+        *(b"", b"{", b"3", b"{}", b"\xff", b'{"t": 0, "clients": [0], "events": 3}'),
+        b'{"t": 0, "clients": [0], "events": [["x", 1]]}',
+        b'{"t": 0, "clients": [0], "events": []}',  # contradicts what is charged
+        b'{"t": 0, "clients": ["0"], "events": []}',
+        b'{"t": 0, "clients": 0, "events": []}',
+        b'{"t": 0, "clients": [7], "events": [[{"sigma": 1.0}, 1]]}',
         *(b'{"round": 0}', b'{"round": 0, "rate": 2}', b'{"round": 0, "rate": "x"}', b'{"round": "0", "rate": 1}'),
     ],
 }
@@ -363,7 +364,7 @@ def test_the_ledger_of_an_older_version_can_be_read(path: Path) -> None:
     begin(path)
     event = b'{"sampling": "poisson", "batch_size": 16, "num_examples": 1000, "sigma": 1.5}'
     with (path / "ledger.jsonl").open("ab") as file:
-        file.write(b'{"client": 0, "t": 0, "events": [[' + event + b", 5]]}\n")
+        file.write(b'{"t": 0, "clients": [0], "events": [[' + event + b", 5]]}\n")
     assert RunRecord.open(path).ledger.events(0) == Counter({EVENT: 5})
 
 
@@ -398,17 +399,23 @@ DISK = {"mkdir", "open", "flock", "truncate", "seek", "write", "flush", "fsync",
 
 def test_charges_rows_and_states_are_forced_to_the_disk(path: Path) -> None:
     record = begin(path)
-    for line in (lambda: record.charge(receipts(0)), lambda: record.append({"t": 0})):
-        calls = disk_calls(line)
-        assert calls.index("write") < calls.index("flush") < calls.index("fsync")
+    calls = disk_calls(lambda: record.charge(receipts(0)))
+    assert calls.index("write") < calls.index("flush") < calls.index("fsync")
+    calls = disk_calls(lambda: record.append({"t": 0}))
+    assert calls.index("write") < calls.index("flush")
+    assert "fsync" not in calls
     weights = {"theta": torch.ones(2)}
-    for whole in (lambda: record.checkpoint(weights, 1), lambda: record.rewind(0), lambda: record.save_model(weights)):
+    states = lambda: record.checkpoint(weights, 1), lambda: record.save_model(weights)
+    for whole in (states[0], lambda: record.rewind(0), states[1]):
         calls = disk_calls(whole)
+        if whole is states[0]:
+            assert calls[:3] == ["open", "fsync", "close"], "the rows first"
+            del calls[:3]
         assert calls.index("write") < calls.index("flush") < calls.index("fsync") < calls.index("replace")
         assert "fsync" in calls[calls.index("replace") :]
 
 
-@pytest.mark.parametrize("num_bytes", [0, 10, 40, 400])
+@pytest.mark.parametrize("num_bytes", [0, 10, 40, 140])
 def test_a_full_disk_refuses_the_charge_and_tears_nothing(path: Path, num_bytes: int) -> None:
     record = begin(path)
     record.charge(receipts(0))
@@ -423,7 +430,7 @@ def test_a_full_disk_refuses_the_charge_and_tears_nothing(path: Path, num_bytes:
     with full_disk(50), pytest.raises(InputError, match=r"checkpoint\.safetensors.*Make room"):
         record.checkpoint({"theta": torch.ones(9)}, 1)
     record.charge(receipts(1, clients=(8,)))  # there is room again, and nothing of the torn lines is left
-    assert (path / "ledger.jsonl").read_bytes().startswith(before["ledger.jsonl"] + b'{"client": 8')
+    assert (path / "ledger.jsonl").read_bytes().startswith(before["ledger.jsonl"] + b'{"t": 1, "clients": [0, 1, ')
     assert (path / "ledger.jsonl").read_bytes().count(b"\n") == before["ledger.jsonl"].count(b"\n") + 1
     record.charge(receipts(1, clients=tuple(range(9))))
     record.append({"t": 1})
@@ -562,7 +569,7 @@ def test_a_ledger_that_lost_charges_is_not_trained_on(path: Path) -> None:
     full_run(path)
     lines = (path / "ledger.jsonl").read_bytes().splitlines(keepends=True)
     (path / "ledger.jsonl").write_bytes(b"".join(lines[:-1]))
-    with pytest.raises(InputError, match=r"ledger\.jsonl: holds 5 charges.*after 6"):
+    with pytest.raises(InputError, match=r"ledger\.jsonl: holds 4 charges.*after 6"):
         RunRecord.open(path).restore()
 
 
