@@ -27,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dpfed import FashionMini, FedAvg, Federation, FlatModel, Gaussian, InputError, Plain
 from dpfed.algorithm import Round
 from dpfed.data import generator
-from dpfed.engines.simulation import Job, SimulationEngine
+from dpfed.engines.simulation import Job, Simulation, SimulationEngine
 from dpfed.flat import Records, cross_entropy
 from dpfed.privacy import Mechanism, Part, PrivateGradient
 
@@ -115,7 +115,7 @@ class Cohort(NamedTuple):
     def engine(self, mechanism: Mechanism) -> SimulationEngine:
         """dpfed's own simulation of these clients, which also says how many of them it takes at once."""
         job = Job(self.model, self.federation, FedAvg(lr=LR, weight_decay=0.0), mechanism, seed=0)
-        return SimulationEngine(job, torch.device("cpu"))
+        return Simulation(device="cpu").open(job)
 
 
 def prepare(build: Callable[[], nn.Module], num_clients: int, batch_size: int) -> Cohort:
@@ -132,7 +132,8 @@ def prepare(build: Callable[[], nn.Module], num_clients: int, batch_size: int) -
 def dpfed_step(cohort: Cohort, mechanism: Mechanism) -> Callable[[], Tensor]:
     """The cohort as a matrix, in chunks as the engine cuts them; returns the gradients of all clients."""
     theta, examples = cohort.theta.clone(), cohort.examples
-    clients_at_once, records_at_once = cohort.engine(mechanism)._chunks()
+    engine = cohort.engine(mechanism)
+    clients_at_once, records_at_once, *_ = engine._plan(cohort.num_clients)
     chunks = [slice(low, low + clients_at_once) for low in range(0, cohort.num_clients, clients_at_once)]
     columns = [slice(low, low + records_at_once) for low in range(0, cohort.batch_size, records_at_once)]
 
@@ -146,7 +147,7 @@ def dpfed_step(cohort: Cohort, mechanism: Mechanism) -> Callable[[], Tensor]:
             draws = [generator(0, "noise", 0, i, 0, draw, query) for i in clients]
             return total + std * torch.stack([torch.randn(theta.shape[1], generator=each) for each in draws])
 
-        private = PrivateGradient(cohort.model.loss, lambda draw: parts, noise, sizes, mechanism)(theta[rows])
+        private = PrivateGradient(engine._sums, lambda draw: parts, noise, sizes, mechanism)(theta[rows])
         theta[rows] -= LR * private
         return private
 

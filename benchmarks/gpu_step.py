@@ -1,10 +1,10 @@
-"""One private step of a cohort of large models on a GPU, beside Opacus, the same without privacy, and the floor.
+"""One private step of a cohort of large models on a GPU, beside Opacus, no privacy, and the floor; and whole runs.
 
-Every workload runs in a process of its own. All processes compile and warm up side by side; then they are timed one at a
-time, so that nothing else runs on the GPU. Each contestant does the same work: the gradients of every client's batch at the
-client's own parameters, clipped per record, summed, noised, and one SGD step; "without privacy" the mean gradient and the step.
-Before anything is timed, the clipped sums are compared: ours in bfloat16 and in float32 with the reference (float32, plain
-attention and convolutions), and Opacus with the reference.
+What is timed is the product's own path: rounds of the simulation with K local steps of FedAvg, divided by K. Every workload
+runs in a process of its own. All processes compile and warm up side by side; then they are timed one at a time, so that nothing
+else runs on the GPU. Each contestant does the same work: the gradients of every client's batch at the client's own parameters,
+clipped per record, summed, noised, and one SGD step; "without privacy" the mean gradient and the step. The clipped sums are
+compared, too: ours in bfloat16, as they are timed, with ours in float32 without any fast layer, factor or compiler.
 
     floor = floating-point operations of the matrix products of the same step without privacy / the measured rate of a product
 """
@@ -17,6 +17,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -30,16 +31,20 @@ from typing import Any, NamedTuple
 import torch
 import tyro
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.workloads import WORKLOADS, Lora, Workload, with_fast_lora
+from benchmarks.workloads import RUNS, WORKLOADS, Lora, WholeRun, Workload, with_fast_lora
 from dpfed import fast
-from dpfed.data import generator
+from dpfed.algorithm import Round
+from dpfed.algorithms import FedAdamW, FedAvg
+from dpfed.data import Federation
+from dpfed.engines.simulation import Job, Simulation, SimulationEngine
 from dpfed.flat import FlatModel, Records
-from dpfed.privacy import clipped_sum
+from dpfed.privacy import Gaussian, Mechanism, Plain, Sums
+from dpfed.recipe import Recipe
+from dpfed.rounds import begin
 
-LR, CLIP, SIGMA = 0.01, 0.1, 1.0
+LR, CLIP, SIGMA, NUM_STEPS = 0.01, 0.1, 1.0, 5
 Step = Callable[[], object]
 
 
@@ -53,8 +58,8 @@ class Cohort(NamedTuple):
     workload: Workload
     tiny: bool
     device: str
+    backend: str
     theta: Tensor
-    seed: int = 0
 
     def module(self, attention: str, dtype: torch.dtype) -> nn.Module:
         torch.manual_seed(0)
@@ -64,178 +69,39 @@ class Cohort(NamedTuple):
         torch.manual_seed(1)
         return self.workload.examples(self.tiny, self.device, dtype)
 
-    def flat(self, attention: str, dtype: torch.dtype, patches: bool) -> FlatModel:
-        module = self.module(attention, dtype)
-        return FlatModel(with_fast_lora(fast.with_patches(module)) if patches else module, criterion)
+    def model(self, attention: str) -> FlatModel:
+        return FlatModel(with_fast_lora(self.module(attention, torch.float32)))
+
+    def engine(self, mechanism: Mechanism, attention: str, algorithm: Any = None) -> SimulationEngine:
+        """The product's own simulation, of clients whose records are their batch."""
+        model, (num_clients, size) = self.model(attention), self.workload.shape(self.tiny)
+        records = {name: column.flatten(0, 1) for name, column in self.examples(torch.float32).items()}
+        federation = Federation(records, tuple(torch.arange(num_clients * size).split(size)))
+        job = Job(model, federation, algorithm or FedAvg(lr=LR, weight_decay=0.0), mechanism, 0, cohort=num_clients)
+        fast_way: dict[str, Any] = {"precision": "bfloat16", "compile": "yes"}
+        return Simulation(self.device, self.workload.memory_gib, **fast_way).open(job, self.backend)
 
 
-def prepare(workload: Workload, tiny: bool, device: str) -> Cohort:
-    blank = Cohort(workload, tiny, device, torch.empty(0))
-    theta0 = blank.flat("sdpa", torch.float32, False).theta0()
-    num_clients = len(blank.examples(torch.float32)["y"])
+def prepare(workload: Workload, tiny: bool, device: str, backend: str) -> Cohort:
+    blank = Cohort(workload, tiny, device, backend, torch.empty(0))
+    theta0 = FlatModel(blank.module("sdpa", torch.float32)).theta0()
     torch.manual_seed(2)
+    num_clients, _ = workload.shape(tiny)
     return blank._replace(theta=theta0 + 0.01 * torch.randn(num_clients, len(theta0), device=device))
+
+
+def rounds_of(engine: SimulationEngine, graphs: bool | None = None) -> Step:
+    """A round of all clients; ``graphs``: with CUDA graphs or without, whatever the engine would choose."""
+    job, compiler = engine.job, engine._compiler
+    if graphs is not None and compiler is not None:
+        compiler.graphs = graphs
+    s = job.algorithm.server_init(job.model.theta0(), job.model.layout)
+    clients, numbers = list(range(len(job.federation.clients))), iter(range(10**9))
+    return lambda: engine.train(Round(next(numbers), 1.0, NUM_STEPS, job.model.layout), s, clients)
 
 
 def inputs(examples: Records) -> tuple[Tensor, ...]:
     return tuple(column for name, column in examples.items() if name != "y")
-
-
-def loss_of_views(model: FlatModel, weights: Records, example: Records) -> Tensor:
-    named = {name: column.unsqueeze(0) for name, column in example.items() if name != "y"}
-    return criterion(functional_call(model.module, weights, (), named), example["y"].unsqueeze(0))
-
-
-def private_sum(model: FlatModel, theta: Tensor, examples: Records) -> Tensor:
-    """The clipped sum tensor by tensor: gradients in the model's precision, norms and sums in float32."""
-    weights = model.layout.aligned(theta)
-    grads = vmap(vmap(grad(lambda w, e: loss_of_views(model, w, e)), in_dims=(None, 0)))(weights, examples)
-    flat = [grads[part.name].flatten(2) for part in model.layout.parts]
-    norms = torch.stack([g.float().square().sum(-1) for g in flat]).sum(0).sqrt()
-    usable = norms.isfinite()
-    scale = torch.where(usable, (CLIP / norms).clamp(max=1), 0)
-    return torch.cat([torch.where(usable[..., None], g * scale[..., None], 0).sum(1) for g in flat], -1)
-
-
-def flat_sum(model: FlatModel, theta: Tensor, examples: Records) -> Tensor:
-    """The same as ``private_sum`` with the gradients as rows of one matrix."""
-    grads = vmap(vmap(grad(model.loss), in_dims=(None, 0)))(theta, examples)
-    norms = grads.float().square().sum(-1).sqrt()
-    usable = norms.isfinite()
-    scale = torch.where(usable, (CLIP / norms).clamp(max=1), 0)
-    return torch.where(usable[..., None], grads * scale[..., None], 0).sum(1)
-
-
-class _Probed(torch.autograd.Function):
-    """A linear layer whose weight has no gradient; that of the ``probe`` is the squared norm of what it would have been.
-
-    The gradient of one record is  G = g' x  with g [T, out] and x [T, in]. Its squared norm is  |G|^2 = sum(x x' * g g'):
-    whichever side is smaller is computed (Goodfellow, 2015, arXiv 1510.01799; Li et al., 2021, arXiv 2110.05679).
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor, probe: Tensor) -> Tensor:
-        return x @ weight.t()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[:2])
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, Tensor]:
-        x, weight = ctx.saved_tensors
-        length, (outside, inside) = x.shape[-2], weight.shape
-        if length * length < outside * inside:
-            squares = (x @ x.transpose(-1, -2)).float() * (g @ g.transpose(-1, -2)).float()
-        else:
-            squares = (g.transpose(-1, -2) @ x).float().square()
-        return g @ weight, None, squares.sum()
-
-
-@torch.compiler.allow_in_graph
-def _probed(x: Tensor, weight: Tensor, probe: Tensor) -> Tensor:
-    return _Probed.apply(x, weight, probe)
-
-
-class Probed(fast.PatchConv2d):
-    """A convolution by patches that measures its weight's gradient instead of taking it."""
-
-    def _product(self, patches: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = _probed(patches.flatten(1, 2), weight, self.probe).unflatten(1, patches.shape[1:3])
-        return out if bias is None else out + bias
-
-
-def probed(module: nn.Module) -> nn.Module:
-    for part in fast.with_patches(module).modules():
-        if isinstance(part, fast.PatchConv2d):
-            part.__class__ = Probed
-            part.register_parameter("probe", nn.Parameter(torch.zeros((), device=part.weight.device), requires_grad=False))
-    return module
-
-
-def norms_first_sum(model: FlatModel, measured: nn.Module, theta: Tensor, examples: Records) -> Tensor:
-    """First every record's norm, without the gradients of large weights; then one backward pass of the weighted losses."""
-    weights = model.layout.aligned(theta)
-    layers = [name for name, part in measured.named_modules() if isinstance(part, Probed)]
-    large = {f"{name}.weight": weights[f"{name}.weight"] for name in layers}
-    small = {name: value for name, value in weights.items() if name not in large}
-
-    def loss(small: Records, probe: Tensor, large: Records, example: Records) -> Tensor:
-        probes = {f"{name}.probe": probe for name in layers}
-        named = {name: column.unsqueeze(0) for name, column in example.items() if name != "y"}
-        return criterion(functional_call(measured, small | large | probes, (), named), example["y"].unsqueeze(0))
-
-    per_record = vmap(grad(loss, argnums=(0, 1)), in_dims=(None, None, None, 0))
-    grads, squares = vmap(per_record, in_dims=(0, None, 0, 0))(small, theta.new_zeros((), dtype=torch.float32), large, examples)
-    norms = (squares + torch.stack([g.flatten(2).float().square().sum(-1) for g in grads.values()]).sum(0)).sqrt()
-    scale = torch.where(norms.isfinite(), (CLIP / norms).clamp(max=1), 0)
-
-    def total(weights: Records, examples: Records, scale: Tensor) -> Tensor:
-        return (vmap(lambda e: loss_of_views(model, weights, e))(examples) * scale).sum()
-
-    sums = vmap(grad(total))(weights, examples, scale)
-    return torch.cat([sums[part.name].flatten(1).float() for part in model.layout.parts], -1)
-
-
-def plain_sum(model: FlatModel, theta: Tensor, examples: Records) -> Tensor:
-    def total(weights: Records, examples: Records) -> Tensor:
-        return vmap(lambda e: loss_of_views(model, weights, e))(examples).sum()
-
-    grads = vmap(grad(total))(model.layout.aligned(theta), examples)
-    return torch.cat([grads[part.name].flatten(1).float() for part in model.layout.parts], -1)
-
-
-Sum = Callable[[Tensor, Records], Tensor]
-
-
-def compiled(
-    function: Callable[[FlatModel, Tensor, Records], Tensor], model: FlatModel, dtype: torch.dtype, backend: str
-) -> Sum:
-    def total(theta: Tensor, examples: Records) -> Tensor:
-        with torch.no_grad():
-            return function(model, theta.to(dtype), examples)
-
-    return torch.compile(total, fullgraph=True, dynamic=False, backend=backend)
-
-
-def step_of(total: Sum, cohort: Cohort, examples: Records, private: bool) -> Step:
-    """Gradient, keyed noise, step; what the engine does around the compiled sum."""
-    theta, size = cohort.theta.clone(), examples["y"].shape[1]
-    numbers = iter(range(10**9))
-
-    def step() -> None:
-        gradient = total(theta, examples)
-        if private:
-            t = next(numbers)
-            draws = [generator(0, "noise", t, i, 0, 0, 0, device=theta.device) for i in range(len(theta))]
-            noise = torch.stack([torch.randn(theta.shape[1], generator=draw, device=theta.device) for draw in draws])
-            gradient = gradient + SIGMA * CLIP * noise
-        theta.sub_(gradient / size, alpha=LR)
-
-    return step
-
-
-def graphed(total: Sum, cohort: Cohort, examples: Records) -> Sum:
-    """The compiled sum as a CUDA graph: one launch instead of thousands."""
-    theta = cohort.theta.clone()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            total(theta, examples)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = total(theta, examples)
-
-    def replay(now: Tensor, examples: Records) -> Tensor:
-        theta.copy_(now)
-        graph.replay()
-        return out
-
-    return replay
 
 
 def copies(cohort: Cohort, dtype: torch.dtype) -> list[nn.Module]:
@@ -255,28 +121,34 @@ def copies(cohort: Cohort, dtype: torch.dtype) -> list[nn.Module]:
     return modules
 
 
-def opacus_clients(cohort: Cohort, dtype: torch.dtype, sigma: float = SIGMA) -> list[tuple[nn.Module, Any]]:
+def opacus_clients(cohort: Cohort, dtype: torch.dtype, ghost: bool = False) -> tuple[list[tuple[nn.Module, Any]], list[Any]]:
+    """Every client's module and optimizer, and its criterion. ``ghost``: norms first, then a second backward pass."""
     from opacus import GradSampleModule
-    from opacus.optimizers import DPOptimizer
+    from opacus.grad_sample import GradSampleModuleFastGradientClipping
+    from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+    from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 
     size = cohort.examples(dtype)["y"].shape[1]
-    pairs = []
+    pairs, criteria, facts = [], list[Any](), {"noise_multiplier": SIGMA, "max_grad_norm": CLIP, "expected_batch_size": size}
     for module in copies(cohort, dtype):
         for part in module.modules():
             if isinstance(part, Lora):
                 part.num_records = size
-        hooked = GradSampleModule(module)
+        ghostly: dict[str, Any] = {"use_ghost_clipping": True, "max_grad_norm": CLIP}
+        hooked = GradSampleModuleFastGradientClipping(module, **ghostly) if ghost else GradSampleModule(module)
         inner = torch.optim.SGD([p for p in hooked.parameters() if p.requires_grad], LR)
-        pairs.append((hooked, DPOptimizer(inner, noise_multiplier=sigma, max_grad_norm=CLIP, expected_batch_size=size)))
-    return pairs
+        optimizer = (DPOptimizerFastGradientClipping if ghost else DPOptimizer)(inner, **facts)
+        criteria.append(DPLossFastGradientClipping(hooked, optimizer, nn.CrossEntropyLoss()) if ghost else criterion)
+        pairs.append((hooked, optimizer))
+    return pairs, criteria
 
 
-def loop(clients: list[tuple[nn.Module, Any]], examples: Records) -> Step:
+def loop(clients: list[tuple[nn.Module, Any]], examples: Records, criteria: list[Any] | None = None) -> Step:
     def step() -> None:
         for i, (module, optimizer) in enumerate(clients):
             optimizer.zero_grad()
             columns = [column[i] for column in inputs(examples)]
-            criterion(module(*columns), examples["y"][i]).backward()
+            (criteria[i] if criteria else criterion)(module(*columns), examples["y"][i]).backward()
             optimizer.step()
 
     return step
@@ -317,8 +189,10 @@ class Warm:
 
     def __init__(self, deadline: float, device: str) -> None:
         self.deadline, self.device, self.steps, self.notes = deadline, device, dict[str, Step](), dict[str, Any]()
+        self.num_steps: dict[str, int] = {}
 
-    def add(self, name: str, make: Callable[[], Step]) -> Step | None:
+    def add(self, name: str, make: Callable[[], Step], num_steps: int = 1) -> Step | None:
+        """``num_steps``: of the cohort, in one call."""
         if time.time() > self.deadline:
             self.notes[name] = "left out: no time"
             return None
@@ -336,27 +210,25 @@ class Warm:
             if self.device == "cuda":
                 torch.cuda.empty_cache()
         self.notes[f"warm-up of {name}, s"] = round(time.monotonic() - began, 1)
-        self.steps[name] = step
+        self.steps[name], self.num_steps[name] = step, num_steps
         return step
 
 
-def errors(cohort: Cohort, totals: dict[str, Sum], notes: dict[str, Any]) -> None:
-    """How far the fast sums, and Opacus, are from the reference."""
+def errors(cohort: Cohort, engine: SimulationEngine, notes: dict[str, Any]) -> None:
+    """How far the sums that are timed are from those in float32, without any fast layer, factor or compiler."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     single = cohort.examples(torch.float32)
-    plain = cohort.flat("eager", torch.float32, False)
-    fused = cohort.flat("dpfed", torch.float32, True)
-    some = slice(0, 2)
-    few = {name: column[some, :4] for name, column in single.items()}
-    mask = torch.ones_like(few["y"], dtype=torch.bool)
-    expected, _ = clipped_sum(plain.loss, [(1.0, cohort.theta[some])], few, mask, CLIP)
-    with torch.no_grad():
-        notes["error of float32, fast layers"] = relative(private_sum(fused, cohort.theta[some], few), expected)
-        rows = [(row[None], {n: c[i : i + 1] for n, c in single.items()}) for i, row in enumerate(cohort.theta)]
-        whole = torch.cat([private_sum(fused, *row) for row in rows])
+    mask = torch.ones_like(single["y"], dtype=torch.bool)
+    half = engine.job.model.in_dtype(single, torch.bfloat16)
+    found, norms = engine._sums.clipped([(1.0, cohort.theta)], half, mask, CLIP)
+    plain, expected, lengths = Sums(FlatModel(cohort.module("eager", torch.float32))), list[Tensor](), list[Tensor]()
+    for start in range(0, mask.shape[1], 5):
+        few = {name: column[:1, start : start + 5] for name, column in single.items()}
+        total, some = plain.clipped([(1.0, cohort.theta[:1])], few, mask[:1, start : start + 5], CLIP)
+        expected.append(total), lengths.append(some)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    for name, total in totals.items():
-        notes[f"error of bfloat16, {name}"] = relative(total(cohort.theta, cohort.examples(torch.bfloat16)), whole)
+    notes["error of the sum"] = relative(found[:1], torch.stack(expected).sum(0))
+    notes["error of the norms"] = relative(norms[:1], torch.cat(lengths, 1))
 
 
 def attention_error(device: str, dtype: torch.dtype, kind: str) -> float:
@@ -391,36 +263,90 @@ def child(name: str, tiny: bool, device: str, deadline: float, seconds: float, b
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     warnings.simplefilter("ignore")
     fast.register()
+    (whole_run if name in RUNS else one_step)(name, tiny, device, deadline, seconds, backend)
+
+
+def whole_run(name: str, tiny: bool, device: str, deadline: float, seconds: float, backend: str) -> None:
+    """A few rounds of a run, by dpfed's own loop: Poisson batches, the ledger and the record included."""
+    planned: WholeRun = RUNS[name]
+    workload, notes = WORKLOADS[planned.workload], dict[str, Any]()
+    torch.manual_seed(0)
+    num_clients, size = workload.shape(tiny)
+    records = workload.examples(tiny, "cpu", torch.float32, planned.num_records // (10 if tiny else 1))
+    clients = tuple(torch.arange(records["y"].numel()).split(records["y"].shape[1]))
+    federation = Federation({column: values.flatten(0, 1) for column, values in records.items()}, clients)
+
+    class Random:
+        def build(self, seed: int) -> tuple[FlatModel, Federation]:
+            return FlatModel(with_fast_lora(workload.build("dpfed", tiny))), federation
+
+    engine = Simulation(device, workload.memory_gib, precision="bfloat16", compile="yes")
+    mechanism, steps = Gaussian(sigma=SIGMA, clip=CLIP, batch_size=size), 2 if tiny else planned.local_steps
+    recipe = Recipe(Random(), FedAdamW(), mechanism, 5, steps, num_clients, evaluate_every=5, engine=engine)
+    with tempfile.TemporaryDirectory() as folder:
+        record, rows = begin(recipe, Path(folder) / "run", engine=lambda job: engine.open(job, backend))
+        notes["engine"] = record.environment["engine"]
+        first = next(rows)
+        notes["start-up, s"], notes["first round, s"] = first.get("startup_seconds", 0.0), first["seconds"]
+        say(ready=name)
+        sys.stdin.readline()
+        some = [next(rows) for _ in range(3)]
+        notes["start-up of later rounds, s"] = sum(row.get("startup_seconds", 0.0) for row in some)
+        notes["problems"] = [note for row in (first, *some) for note in row.get("notes", ())]
+        list(rows)
+    each = [row["seconds"] - row.get("startup_seconds", 0.0) for row in some]
+    notes["whole run, s"] = round(notes["start-up, s"] + planned.rounds * median(each), 1)
+    notes["cohort"], notes["rounds x steps"] = f"{num_clients}x{size}", f"{planned.rounds}x{planned.local_steps}"
+    if device == "cuda":
+        notes["peak GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    say(result=name, taken={"a round of the run": [1000 * value for value in each]}, notes=notes, profile="")
+
+
+def one_step(name: str, tiny: bool, device: str, deadline: float, seconds: float, backend: str) -> None:
     half, workload = torch.bfloat16, WORKLOADS[name]
-    cohort = prepare(workload, tiny, device)
-    warm, examples = Warm(deadline, device), cohort.examples(half)
-    attention = "dpfed"
+    cohort = prepare(workload, tiny, device, backend)
+    warm, size = Warm(deadline, device), workload.shape(tiny)[1]
+    attention, private = "dpfed", Gaussian(sigma=SIGMA, clip=CLIP, batch_size=size, sampling="fixed")
     try:
         warm.notes |= attention_errors(device)
     except Exception as error:
         traceback.print_exc()
         attention, warm.notes["attention"] = "eager", f"failed: {type(error).__name__}: {str(error)[:300]}"
-    model = cohort.flat(attention, half, True)
-    warm.notes["d"], warm.notes["cohort"] = model.num_parameters, f"{len(cohort.theta)}x{examples['y'].shape[1]}"
-    ours, plain = compiled(private_sum, model, half, backend), compiled(plain_sum, model, half, backend)
-    totals = {"gradients": ours}
-    warm.add("dpfed, private", lambda: step_of(ours, cohort, examples, True))
-    warm.add("dpfed, no privacy", lambda: step_of(plain, cohort, examples, False))
-    if device == "cuda" and name != "resnet-18":  # whose graphs would hold too much memory beside the others'
-        if "dpfed, private" in warm.steps:
-            warm.add("dpfed, private, CUDA graph", lambda: step_of(graphed(ours, cohort, examples), cohort, examples, True))
-        if "dpfed, no privacy" in warm.steps:
-            warm.add(
-                "dpfed, no privacy, CUDA graph", lambda: step_of(graphed(plain, cohort, examples), cohort, examples, False)
-            )
-    if name == "resnet-18":
-        measured = probed(cohort.module("dpfed", half))
-        first = compiled(lambda m, theta, e: norms_first_sum(m, measured, theta, e), model, half, backend)
-        if warm.add("dpfed, private, norms first", lambda: step_of(first, cohort, examples, True)) is not None:
-            totals["norms first"] = first
-    warm.add("Opacus, bfloat16", lambda: loop(opacus_clients(cohort, half), examples))
-    single = cohort.examples(torch.float32)
-    warm.add("Opacus, tf32", lambda: loop(opacus_clients(cohort, torch.float32), single))
+    full, engine = name in ("resnet-18", "vit-base, all"), cohort.engine(private, attention)
+    warm.notes["d"], warm.notes["cohort"] = engine.job.model.num_parameters, f"{len(cohort.theta)}x{size}"
+    warm.notes["engine"] = engine.description
+    warm.add("dpfed, private", lambda: rounds_of(engine, False), NUM_STEPS)
+    warm.notes["start-up, s"], warm.notes["problems"] = round(engine.startup_seconds, 1), list(engine.notes)
+    if device == "cuda":
+        warm.notes["peak GiB, dpfed, private"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    if name == "vit-base, all":  # with all that an algorithm keeps
+        heavy = cohort.engine(private, attention, FedAdamW())
+        warm.add("dpfed, private, FedAdamW", lambda: rounds_of(heavy, False), NUM_STEPS)
+        if device == "cuda":
+            warm.notes["peak GiB, dpfed, private, FedAdamW"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    if time.time() < deadline + 20 and "dpfed, private" in warm.steps:
+        try:
+            errors(cohort, engine, warm.notes)
+        except Exception as error:
+            traceback.print_exc()
+            warm.notes["errors"] = f"failed: {type(error).__name__}: {str(error)[:300]}"
+    public = cohort.engine(Plain(batch_size=size), attention)
+    warm.add("dpfed, no privacy", lambda: rounds_of(public, False), NUM_STEPS)
+    if device == "cuda" and not full:
+        for title, mechanism in (("private", private), ("no privacy", Plain(batch_size=size))):
+            graphed = cohort.engine(mechanism, attention)
+            warm.add(f"dpfed, {title}, CUDA graph", lambda graphed=graphed: rounds_of(graphed, True), NUM_STEPS)
+            warm.notes["problems"] += graphed.notes
+    examples, single = cohort.examples(half), cohort.examples(torch.float32)
+
+    def opacus(dtype: torch.dtype, ghost: bool = False) -> Step:
+        pairs, criteria = opacus_clients(cohort, dtype, ghost)
+        return loop(pairs, examples if dtype == half else single, criteria)
+
+    warm.add("Opacus, bfloat16", lambda: opacus(half))
+    warm.add("Opacus, tf32", lambda: opacus(torch.float32))
+    if full:
+        warm.add("Opacus, ghost, tf32", lambda: opacus(torch.float32, ghost=True))
 
     def bare() -> Step:
         modules = copies(cohort, half)
@@ -448,17 +374,6 @@ def child(name: str, tiny: bool, device: str, deadline: float, seconds: float, b
             eager()
         warm.notes["flops"] = counter.get_total_flops()
     warm.add("no privacy, client after client, compiled", bare_compiled)
-    if time.time() < deadline + 20 and "dpfed, private" in warm.steps:
-        try:
-            errors(cohort, totals, warm.notes)
-        except Exception as error:
-            traceback.print_exc()
-            warm.notes["errors"] = f"failed: {type(error).__name__}: {str(error)[:300]}"
-    if name == "vit-base":  # what the parts of the fast path contribute
-        flat = compiled(flat_sum, model, half, backend)
-        warm.add("dpfed, private, one flat vector", lambda: step_of(flat, cohort, examples, True))
-        eager_attention = compiled(private_sum, cohort.flat("eager", half, True), half, backend)
-        warm.add("dpfed, private, plain attention", lambda: step_of(eager_attention, cohort, examples, True))
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -466,12 +381,8 @@ def child(name: str, tiny: bool, device: str, deadline: float, seconds: float, b
     sys.stdin.readline()
     slow = {n: s for n, s in warm.steps.items() if n.startswith(("Opacus", "no privacy"))}
     quick = {n: s for n, s in warm.steps.items() if n not in slow}
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    taken = timed(quick, device, seconds / 2)
-    if device == "cuda":
-        warm.notes["peak GiB, dpfed"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-    taken |= timed(slow, device, seconds / 2)
+    taken = timed(quick, device, seconds / 2) | timed(slow, device, seconds / 2)
+    taken = {n: [value / warm.num_steps[n] for value in values] for n, values in taken.items()}
     lines = profile_lines(name, warm.steps, device) if device == "cuda" else ""
     say(result=name, taken=taken, notes=warm.notes, profile=lines)
 
@@ -480,19 +391,21 @@ def profile_lines(name: str, steps: dict[str, Step], device: str) -> str:
     from torch.profiler import ProfilerActivity, profile
 
     found = []
-    for which in ("dpfed, private", "dpfed, no privacy", "dpfed, private, norms first"):
+    for which in ("dpfed, private", "dpfed, no privacy"):
         if which in steps:
             with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
-                for _ in range(3):
-                    steps[which]()
+                steps[which]()
                 wait(device)
             rows = [e for e in seen.key_averages() if e.self_device_time_total > 0]
             rows.sort(key=lambda e: -e.self_device_time_total)
-            total = sum(e.self_device_time_total for e in rows) / 3000
+            total = sum(e.self_device_time_total for e in rows) / (1000 * NUM_STEPS)
             found.append(
-                f"\n== {name}: {which}: {total:.2f} ms on the device a step, {sum(e.count for e in rows) // 3} launches"
+                f"\n== {name}: {which}: {total:.2f} ms on the device a step, {sum(e.count for e in rows) // NUM_STEPS} launches"
             )
-            found += [f"{e.self_device_time_total / 3000:8.3f} ms {e.count // 3:5d} x  {e.key[:150]}" for e in rows[:45]]
+            found += [
+                f"{e.self_device_time_total / (1000 * NUM_STEPS):8.3f} ms {e.count // NUM_STEPS:5d} x  {e.key[:150]}"
+                for e in rows[:45]
+            ]
     return "\n".join(found)
 
 
@@ -507,8 +420,10 @@ def table(results: dict[str, Any], rate: float) -> str:
     lines = ["| workload | cohort, d | contestant | ms | / dpfed private | / floor |", "|---|---|---|---|---|---|"]
     for name, result in results.items():
         medians = {n: median(values) for n, values in result["taken"].items()}
-        private = [n for n in medians if n.startswith("dpfed, private")]
+        private = [n for n in medians if n in ("dpfed, private", "dpfed, private, CUDA graph")]
         if not private:
+            lines.append(f"| {name} | {result['notes']['cohort']} | {[f'{n}: {m:.0f} ms' for n, m in medians.items()]} | | | |")
+            lines.append(f"  {result['notes']}")
             continue
         best, floor = min(medians[n] for n in private), 1000 * result["notes"].get("flops", 0) / rate
         where = f"{result['notes']['cohort']}, {result['notes']['d']:,}"
@@ -517,16 +432,18 @@ def table(results: dict[str, Any], rate: float) -> str:
             lines.append(f"| {name} | {where} | {n} | {milliseconds:.2f} | {milliseconds / best:.2f} | {over} |")
         lines.append(f"| {name} | {where} | floor | {floor:.2f} | {floor / best:.2f} | 1 |")
         problems = {
-            k: v for k, v in result["notes"].items() if k.startswith(("error", "peak")) or "fail" in str(v) or "left" in str(v)
+            k: v
+            for k, v in result["notes"].items()
+            if k.startswith(("error of the", "peak", "engine", "start-up", "problems")) or "fail" in str(v) or "left" in str(v)
         }
         lines.append(f"  {problems}")
     return "\n".join(lines)
 
 
 def main(
-    workloads: tuple[str, ...] = tuple(WORKLOADS),
-    warm_seconds: float = 300.0,
-    seconds: float = 12.0,
+    workloads: tuple[str, ...] = (*WORKLOADS, *RUNS),
+    warm_seconds: float = 240.0,
+    seconds: float = 8.0,
     out: Path = Path("."),
     tiny: bool = False,
     device: str = "cuda",
@@ -550,7 +467,7 @@ def main(
     if only:
         return child(only, tiny, device, deadline, seconds, backend)
     began, deadline = time.time(), time.time() + warm_seconds
-    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "4", "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2", "PYTHONUNBUFFERED": "1"}
     settings = [
         "--deadline",
         str(deadline),
@@ -562,6 +479,7 @@ def main(
         backend,
         *(["--tiny"] if tiny else []),
     ]
+    out.mkdir(parents=True, exist_ok=True)
     log = (out / "log.txt").open("w")
     processes = {
         name: subprocess.Popen(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from benchmarks.workloads import vit_tiny
 from dpfed.flat import FlatModel
 from dpfed.mechanism import Gaussian
-from dpfed.privacy import Part, PrivateGradient
+from dpfed.privacy import Part, PrivateGradient, Sums
 from dpfed.secure import secure_noise
 
 MECHANISM = Gaussian(sigma=1.0, batch_size=16)
@@ -27,7 +27,7 @@ def private_step(module: nn.Module) -> tuple[int, Callable[[], Tensor]]:
     examples = {"pixel_values": torch.randn(1, 16, 3, 32, 32), "y": torch.randint(100, (1, 16))}
     part = Part(examples, torch.ones(1, 16, dtype=torch.bool))
     sizes, theta = torch.full((1, 1), 16.0), model.theta0()
-    bare = PrivateGradient(model.loss, lambda draw: [part], lambda total, *_: total, sizes, MECHANISM)
+    bare = PrivateGradient(Sums(model), lambda draw: [part], lambda total, *_: total, sizes, MECHANISM)
     return model.num_parameters, lambda: bare(theta)
 
 

@@ -35,9 +35,15 @@ class Workload(NamedTuple):
     side: int
     classes: int
     tokens: bool = False
+    memory_gib: float = 24.0
 
-    def examples(self, tiny: bool, device: str, dtype: torch.dtype) -> Records:
-        shape = (2, 3) if tiny else (self.num_clients, self.batch_size)
+    def shape(self, tiny: bool) -> tuple[int, int]:
+        return (2, 3) if tiny else (self.num_clients, self.batch_size)
+
+    def examples(self, tiny: bool, device: str, dtype: torch.dtype, num_records: int | None = None) -> Records:
+        """``[clients, records]``, by default a batch for every client."""
+        num_clients, size = self.shape(tiny)
+        shape = num_clients, num_records or size
         y = torch.randint(self.classes, shape, device=device)
         if not self.tokens:
             side = 32 if tiny else self.side
@@ -104,18 +110,24 @@ class Logits(nn.Module):
         return self.model(**dict(zip(self.columns, inputs, strict=False)), **named).logits
 
 
-def vit(attention: str, tiny: bool, **size: Any) -> nn.Module:
+def vit(attention: str, tiny: bool, lora: bool = True, **size: Any) -> nn.Module:
     size |= (
         {"image_size": 32, "patch_size": 8, "num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 3} if tiny else {}
     )
     size["intermediate_size"] = 4 * size["hidden_size"]
     quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     model = ViTForImageClassification(ViTConfig(num_labels=100, attn_implementation=attention, **size, **quiet))
-    return Logits(with_lora(model, "classifier"), ("pixel_values",))
+    return Logits(with_lora(model, "classifier") if lora else model.eval(), ("pixel_values",))
 
 
-def vit_base(attention: str, tiny: bool) -> nn.Module:
-    return vit(attention, tiny, image_size=224, patch_size=16, num_hidden_layers=12, hidden_size=768, num_attention_heads=12)
+def vit_base(attention: str, tiny: bool, lora: bool = True) -> nn.Module:
+    return vit(
+        attention, tiny, lora, image_size=224, patch_size=16, num_hidden_layers=12, hidden_size=768, num_attention_heads=12
+    )
+
+
+def vit_base_full(attention: str, tiny: bool) -> nn.Module:
+    return vit_base(attention, tiny, lora=False)
 
 
 def vit_tiny(attention: str, tiny: bool) -> nn.Module:
@@ -185,7 +197,23 @@ WORKLOADS = {
     "vit-base": Workload(vit_base, 5, 16, 224, 100),
     "vit-tiny": Workload(vit_tiny, 10, 50, 32, 100),
     "swin-tiny": Workload(swin_tiny, 5, 16, 224, 100),
-    "swin-base": Workload(swin_base, 5, 16, 224, 100),
+    "swin-base": Workload(swin_base, 5, 16, 224, 100, memory_gib=32.0),
     "roberta-base": Workload(roberta_base, 4, 16, 128, 2, tokens=True),
-    "resnet-18": Workload(resnet, 10, 50, 32, 100),
+    "resnet-18": Workload(resnet, 10, 50, 32, 100, memory_gib=24.0),
+    "vit-base, all": Workload(vit_base_full, 5, 16, 224, 100, memory_gib=40.0),
+}
+
+
+class WholeRun(NamedTuple):
+    """A run as in a paper: of a workload, with so many records a client; a few rounds of it stand for all."""
+
+    workload: str
+    rounds: int
+    local_steps: int
+    num_records: int
+
+
+RUNS = {
+    "swin-base, run": WholeRun("swin-base", 100, 20, 100),
+    "resnet-18, run": WholeRun("resnet-18", 300, 50, 500),
 }

@@ -504,6 +504,8 @@ def _train(started: list[tuple[Any, Any]], folder: Path) -> None:
         TextColumn("{task.fields[now]}"),
     )
     console = Console(highlight=False)
+    for text in dict.fromkeys(record.environment.get("engine") for record, _ in started):
+        console.print(f"Engine   {text}")
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         bars = [
             progress.add_task(record.recipe["name"], total=record.recipe["rounds"], completed=len(record.rows), now="waiting")
@@ -512,6 +514,8 @@ def _train(started: list[tuple[Any, Any]], folder: Path) -> None:
         for (record, rows), bar in zip(started, bars, strict=True):
             progress.reset(bar, total=record.recipe["rounds"], completed=len(record.rows))
             for row in rows:
+                for note in row.get("notes", ()):
+                    console.print(f"Engine   {note}")
                 said = {"accuracy": "accuracy {:.1%}", "loss": "loss {:.3f}", "epsilon": "epsilon {:.2f}"}
                 now = "  ".join(text.format(row[name]) for name, text in said.items() if name in row)
                 progress.update(bar, completed=row["t"] + 1)

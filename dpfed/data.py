@@ -26,7 +26,7 @@ from torch import Tensor
 from dpfed import dealing
 from dpfed.columns import Source, as_records, check_columns
 from dpfed.errors import InputError
-from dpfed.flat import Records
+from dpfed.flat import Records, in_dtype
 from dpfed.secure import secure_uniform
 
 Sampling = Literal["poisson", "fixed"]
@@ -66,7 +66,7 @@ def keyed(random: torch.Generator, number: int) -> torch.Generator:
         return random.manual_seed(number)
     state = TWISTER.clone()
     words = np.frombuffer(hashlib.shake_128(number.to_bytes(8, "little")).digest(4 * 624), np.uint32)
-    state.numpy()[24 : 24 + 8 * 624].view(np.uint64)[:] = words
+    state[24 : 24 + 8 * 624].view(torch.long)[:] = torch.from_numpy(words.astype(np.int64))
     return random.set_state(state)
 
 
@@ -247,9 +247,10 @@ class Federation:
         """How many records each client holds."""
         return self.shares.sizes
 
-    def to(self, device: torch.device | str) -> Federation:
-        """The same federation with its records on a device; who owns what stays on the CPU."""
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Federation:
+        """The same federation with its records on a device, in ``dtype`` if one is given; who owns what stays on the CPU."""
         moved = {name: column.to(device) for name, column in self.records.items()}
+        moved = {name: column if name == "y" else in_dtype(column, dtype) for name, column in moved.items()}
         copy = object.__new__(Federation)  # nothing changed that would have to be checked again
         for name, value in (vars(self) | {"records": moved}).items():
             object.__setattr__(copy, name, value)

@@ -1,9 +1,12 @@
-"""Attention and convolutions that stay fast when every record and every client is mapped over.
+"""Layers that stay fast when every record and every client is mapped over, and products that are seen through.
 
 ``vmap(vmap(grad(loss)))`` turns a model into one program for a whole cohort. Two kinds of layers lose by it: fused attention
 kernels have no rule for mapped axes and run one record after the other, and a convolution whose weights differ from client
 to client becomes a grouped one. Here attention is an operator whose rule folds the mapped axes into the batch, forward and
 backward, and a convolution is a matrix product of its patches. Both compute what the layers they stand for compute.
+
+``Products`` watches a forward pass for the products of rows with a weight, out = x W'. The gradient of W for one record is then
+g' x, where g is the gradient of what comes out; the two factors are often far smaller than their product.
 
     softmax(scale q k' + mask) v,      with  d mask = P * (dO v' - sum(dO * O)),  P = exp(scale q k' + mask - lse)
 
@@ -14,14 +17,15 @@ backward, and a convolution is a matrix product of its patches. Both compute wha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from importlib import import_module
-from typing import Any, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from dpfed.dropout import attention_rate, dropped, is_drawing
 
@@ -255,33 +259,21 @@ def register() -> None:
     masks.AttentionMaskInterface.register("dpfed", partial(hugging_face_mask, masks.eager_mask))
 
 
-class PatchConv2d(nn.Conv2d):
-    """A convolution as a matrix product of its patches: the same numbers up to rounding, and fast with weights per client."""
-
-    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        where = self.stride, cast(tuple[int, int], self.padding), self.dilation
-        return patch_convolution(input, weight, bias, *where, product=self._product)
-
-    def _product(self, patches: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return functional.linear(patches, weight, bias)
-
-
-def patch_convolution(
+def patches(
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    window: tuple[int, ...],
     stride: tuple[int, ...] = (1, 1),
     padding: tuple[int, ...] = (0, 0),
     dilation: tuple[int, ...] = (1, 1),
-    product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = functional.linear,
 ) -> Tensor:
-    """``[N, C, H, W]``, ``[out, C, h, w]`` -> ``[N, out, H', W']``
+    """``[N, C, H, W]`` -> ``[N, H', W', h w C]``: what a convolution with a window of h x w multiplies with its weight.
 
     >>> x, weight = torch.ones(1, 2, 3, 3), torch.ones(4, 2, 2, 2)
-    >>> torch.equal(patch_convolution(x, weight, None), torch.nn.functional.conv2d(x, weight))
+    >>> found = patches(x, (2, 2)) @ weight.permute(0, 2, 3, 1).flatten(1).T
+    >>> torch.equal(found.permute(0, 3, 1, 2), torch.nn.functional.conv2d(x, weight))
     True
     """
-    (height, width), (down, right) = weight.shape[2:], stride
+    (height, width), (down, right) = window, stride
     x = functional.pad(x, (padding[1], padding[1], padding[0], padding[0])).permute(0, 2, 3, 1)
     rows, columns = (
         (size - step * (kernel - 1) - 1) // jump + 1
@@ -289,18 +281,118 @@ def patch_convolution(
     )
     if (height, width) == tuple(stride) and max(dilation) == 1:  # nothing overlaps
         tiles = x[:, : rows * down, : columns * right].unflatten(2, (columns, right)).unflatten(1, (rows, down))
-        patches = tiles.transpose(2, 3).flatten(3)
-    else:
-        above, left = range(0, height * dilation[0], dilation[0]), range(0, width * dilation[1], dilation[1])
-        last = (rows - 1) * down + 1, (columns - 1) * right + 1
-        patches = torch.cat([x[:, i : i + last[0] : down, j : j + last[1] : right] for i in above for j in left], -1)
-    return product(patches, weight.permute(0, 2, 3, 1).flatten(1), bias).permute(0, 3, 1, 2).contiguous()
+        return tiles.transpose(2, 3).flatten(3)
+    above, left = range(0, height * dilation[0], dilation[0]), range(0, width * dilation[1], dilation[1])
+    last = (rows - 1) * down + 1, (columns - 1) * right + 1
+    return torch.cat([x[:, i : i + last[0] : down, j : j + last[1] : right] for i in above for j in left], -1)
 
 
-def with_patches(module: nn.Module) -> nn.Module:
-    """The same module, the convolutions it trains computed by patches wherever that is possible."""
-    for part in module.modules():
-        plain = type(part) is nn.Conv2d and part.groups == 1 and part.padding_mode == "zeros"
-        if plain and part.weight.requires_grad and not isinstance(part.padding, str):
-            part.__class__ = PatchConv2d
-    return module
+class Product(NamedTuple):
+    """One use of a weight W on one record: ``rows`` [L, in], by which W is multiplied; of a table, which of its rows [L],
+    -1 where that row gets no gradient."""
+
+    kind: Literal["linear", "convolution", "table"]
+    name: str
+    rows: Tensor
+
+
+class Products(TorchFunctionMode):
+    """Watches a forward pass for products with these weights; ``by_patches``: convolutions among them become such products.
+
+    To what comes out of a product with one of ``large``, ``probe(name, out)`` is added. From there this weight gets no
+    gradient; that of the probe is the other factor of what it would have been. ``found`` are these products in their order.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        large: Collection[str],
+        probe: Callable[[str, Tensor], Tensor],
+        by_patches: bool = True,
+    ) -> None:
+        super().__init__()
+        self.found: list[Product] = []
+        self._weights, self._large, self._probe, self._by_patches = weights, large, probe, by_patches
+
+    def __torch_function__(self, func: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        named, product = named or {}, _PRODUCTS.get(func)
+        weight = given[1] if len(given) > 1 else named.get("weight")
+        name = None if product is None else next((n for n, other in self._weights.items() if other is weight), None)
+        probed = name in self._large
+        if name is None or product is None or not (probed or (product is _convolution and self._by_patches)):
+            return func(*given, **named)
+        sight = product(*given, **named)
+        if sight is None or not probed:
+            return func(*given, **named) if sight is None else sight.finish(sight.multiply(weight))
+        out = sight.multiply(weight.detach())
+        self.found.append(Product(sight.kind, name, sight.rows))
+        return sight.finish(out + self._probe(name, out))
+
+
+class _Sight(NamedTuple):
+    """A product that is about to happen: ``finish(multiply(weight))``."""
+
+    kind: Literal["linear", "convolution", "table"]
+    rows: Tensor
+    multiply: Callable[[Tensor], Tensor]
+    finish: Callable[[Tensor], Tensor]
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> _Sight:
+    def multiply(weight: Tensor) -> Tensor:
+        return functional.linear(x, weight, bias)
+
+    return _Sight("linear", x.reshape(-1, x.shape[-1]), multiply, _as_it_is)
+
+
+def _convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> _Sight | None:
+    if groups != 1 or isinstance(padding, str) or x.dim() != 4:
+        return None
+    twice = [(value, value) if isinstance(value, int) else tuple(value) for value in (stride, padding, dilation)]
+    seen = patches(x, weight.shape[2:], *twice)
+
+    def multiply(weight: Tensor) -> Tensor:
+        return functional.linear(seen, weight.permute(0, 2, 3, 1).flatten(1), bias)
+
+    def finish(out: Tensor) -> Tensor:
+        return out.permute(0, 3, 1, 2).contiguous()
+
+    return _Sight("convolution", seen.flatten(0, 2), multiply, finish)
+
+
+def _table(
+    ids: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> _Sight | None:
+    if max_norm is not None or scale_grad_by_freq:
+        return None
+    rows = ids if padding_idx is None else torch.where(ids == padding_idx % len(weight), -1, ids)
+
+    def multiply(weight: Tensor) -> Tensor:
+        return functional.embedding(ids, weight, padding_idx)
+
+    return _Sight("table", rows.flatten(), multiply, _as_it_is)
+
+
+def _as_it_is(out: Tensor) -> Tensor:
+    return out
+
+
+_PRODUCTS: dict[Any, Callable[..., _Sight | None]] = {
+    functional.linear: _linear,
+    functional.conv2d: _convolution,
+    functional.embedding: _table,
+}

@@ -194,8 +194,13 @@ def _head_rows(module: nn.Module, name: str) -> int:
 
 
 def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
-    """Of a batch of logits, or of a Hugging Face output that has ``.logits``."""
-    return nn.functional.cross_entropy(getattr(output, "logits", output), target)
+    """Of a batch of logits, or of a Hugging Face output that has ``.logits``; never in less than float32."""
+    return nn.functional.cross_entropy(widened(getattr(output, "logits", output)), target)
+
+
+def widened(x: Tensor) -> Tensor:
+    """Numbers of half precision as float32; all others as they are."""
+    return x.to(torch.promote_types(x.dtype, torch.float32)) if x.is_floating_point() else x
 
 
 class FlatModel:
@@ -240,21 +245,33 @@ class FlatModel:
         """The starting point: a copy of the module's own parameters."""
         return self.layout.flatten({name: p.detach() for name, p in self.module.named_parameters()}).clone()
 
-    def output(self, theta: Tensor, example: Records) -> Tensor:
-        """What the module says about one record (a batch of one)."""
+    def frozen(self, dtype: torch.dtype | None = None) -> Records:
+        """The module's tensors that are not trained, by name; numbers in ``dtype``, if one is given. (The frequencies of
+        rotary positions keep theirs: rounded, they would be other positions.)"""
+        named = [(name, p.detach()) for name, p in self.module.named_parameters() if not p.requires_grad]
+        named += list(self.module.named_buffers())
+        return {name: x if name.endswith("inv_freq") else in_dtype(x, dtype) for name, x in named}
+
+    def in_dtype(self, records: Records, dtype: torch.dtype | None) -> Records:
+        """What goes into the module in this precision, if one is given; targets as they are."""
+        return {name: column if name == "y" else in_dtype(column, dtype) for name, column in records.items()}
+
+    def output(self, weights: Records, example: Records) -> Tensor:
+        """What the module with these tensors (`Layout.views` of a theta) says about one record (a batch of one)."""
         inputs = {name: column.unsqueeze(0) for name, column in example.items() if name not in ("y", "key")}
-        weights = self.layout.views(theta)
         if set(inputs) == {"x"}:
             return cast(Tensor, functional_call(self.module, weights, (inputs["x"],)))
         return cast(Tensor, functional_call(self.module, weights, (), inputs))
 
-    def loss(self, theta: Tensor, example: Records) -> Tensor:
-        """The loss of one record."""
+    def loss(self, weights: Records, example: Records) -> Tensor:
+        """The loss of one record, never in less than float32."""
         key = example.get("key")
         if self.augment is not None and key is not None:
             example = self.augment({name: value for name, value in example.items() if name != "key"}, key)
         with drawing(None if key is None else fold(key, -1)):  # augmentations have the streams from 0 on
-            return self.criterion(self.output(theta, example), example["y"].unsqueeze(0))
+            output = self.output(weights, example)
+        output = widened(output) if isinstance(output, Tensor) else output  # pyright: ignore[reportUnnecessaryIsInstance]
+        return self.criterion(output, example["y"].unsqueeze(0))
 
     def evaluate(
         self, theta: Tensor, records: Records, shares: Sequence[Tensor] | None = None, at_once: int = 500
@@ -264,8 +281,10 @@ class FlatModel:
         ``shares``: for every client the rows of the records that are its own part of the test. Batches are not waited for.
         """
 
+        weights = self.layout.views(theta)
+
         def judge(example: Records) -> tuple[Tensor, Tensor]:
-            output, target = self.output(theta, example), example["y"].unsqueeze(0)
+            output, target = self.output(weights, example), example["y"].unsqueeze(0)
             scores = (
                 cast(Tensor, getattr(output, "logits", output)) if self.criterion is cross_entropy else theta.new_zeros(1, 1)
             )
@@ -285,15 +304,17 @@ class FlatModel:
         """Try one record, and the range of the labels, before anything is spent; and whether the test can be judged."""
         if "key" in records:
             raise InputError("records: the column 'key' is the name of a record's own random key. Call yours something else.")
-        example = {name: column[0].to(self.theta0().device) for name, column in records.items()}
+        weights = self.layout.views(self.theta0())
+        device = next(iter(weights.values())).device
+        example = {name: column[0].to(device) for name, column in records.items()}
         shapes = {name: tuple(column.shape) for name, column in example.items()}
         try:
             with torch.no_grad():
                 if self.needs_key:
-                    self.loss(self.theta0(), example | {"key": torch.tensor(0, device=self.theta0().device)})
-                output = self.output(self.theta0(), example)
+                    self.loss(weights, example | {"key": torch.tensor(0, device=device)})
+                output = self.output(weights, example)
                 if self.criterion is not cross_entropy:
-                    loss = self.loss(self.theta0(), example)
+                    loss = self.loss(weights, example)
                     if loss.numel() != 1:
                         raise InputError(f"criterion: must give one number, gave shape {tuple(loss.shape)}. Average it.")
                     return
@@ -317,6 +338,14 @@ class FlatModel:
         if test is not None:
             _check_labels("test, y", test["y"], num_classes)
             check_judging(self.metrics, num_classes, shares)
+
+
+def in_dtype(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Numbers in this precision, where one is asked for; whole numbers stay. The largest of float32 stay finite."""
+    if dtype is None or not x.is_floating_point() or x.dtype == dtype:
+        return x
+    most = torch.finfo(dtype).max
+    return torch.where(x.isfinite(), x.clamp(-most, most), x).to(dtype)
 
 
 def _check_labels(field: str, labels: Tensor, num_classes: int) -> None:

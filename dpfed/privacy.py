@@ -30,16 +30,22 @@ mechanism over clients.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, vmap
 
-from dpfed.flat import Records
+from dpfed import flat
+from dpfed.compiled import Inputs, Outputs, Run, anatomy, directly, narrow_products, number_of
+from dpfed.fast import Products
+from dpfed.flat import FlatModel, Records, widened
 from dpfed.keyed import fold
 from dpfed.mechanism import AsReleased as AsReleased
 from dpfed.mechanism import Clipping, Unit, calibrated_sigma, count_weight, reach
@@ -50,7 +56,6 @@ from dpfed.mechanism import events as events
 from dpfed.mechanism import expected_size as expected_size
 from dpfed.mechanism import protection as protection
 
-Loss = Callable[[Tensor, Records], Tensor]
 ALL = slice(None)
 BLOCK = 512  # squares that are added up in the dtype of the gradients; what is beyond in float64
 STABLE = 0.01  # automatic clipping: added to the norm, so that a gradient near 0 is not blown up
@@ -74,12 +79,12 @@ class PrivateGradient:
     within the threshold, less 1/2, summed over the calls.
 
     ``noise(sum, std, draw, query)`` gives the sum with noise of that standard deviation. ``clip`` is this round's threshold,
-    ``factors`` are what sigma is multiplied by for each client, ``tensors`` the sizes of the model's tensors.
+    ``factors`` are what sigma is multiplied by for each client.
     """
 
     def __init__(
         self,
-        loss: Loss,
+        sums: Sums,
         batch: Callable[[int], list[Part]],
         noise: Callable[[Tensor, Tensor | float, int, int], Tensor],
         sizes: Tensor,
@@ -88,12 +93,12 @@ class PrivateGradient:
         *,
         clip: float | None = None,
         factors: Tensor | float = 1.0,
-        tensors: Sequence[int] = (),
     ) -> None:
-        self._loss, self._batch, self._noise, self._sizes = _varied(loss, mechanism.augmentations), batch, noise, sizes
+        self._sums, self._batch, self._noise, self._sizes = sums, batch, noise, sizes
+        self._variants = mechanism.augmentations
         self._unit: Unit = mechanism.unit
         self._clipping: Clipping = "flat" if mechanism.unit == "client" else mechanism.clipping  # there, uploads are clipped
-        self._clip, self._tensors = mechanism.clip if clip is None else clip, tensors
+        self._clip = mechanism.clip if clip is None else clip
         self._noisy = bool(mechanism.sigma) and mechanism.unit != "client"
         self._noise_std: Tensor | float = 0.0
         if mechanism.sigma and self._noisy:
@@ -115,7 +120,8 @@ class PrivateGradient:
         points = [(1.0, theta)] if minus is None else [(1.0, theta), (-minus[0], minus[1].expand_as(theta))]
         total = self._sum(draw, points, only)
         if self._unit == "batch":
-            total = self._sizes * clipped_tensors(total / self._sizes, self._clip, tensors_within(self._tensors, only))
+            sizes = tensors_within(self._sums.model.layout.sizes, only)
+            total = self._sizes * clipped_tensors(total / self._sizes, self._clip, sizes)
         if self._noisy:
             total = self._noise(total, self._noise_std, draw, query)
         mean = total / self._sizes
@@ -128,13 +134,12 @@ class PrivateGradient:
         """Over the batch. Under adaptive clipping the count stands behind the gradients, as one coordinate more."""
         theta = points[0][1][..., only]
         total = theta.new_zeros(len(theta), theta.shape[-1] + (self._clipping == "adaptive"))
-        tensors = tensors_within(self._tensors, only) if self._clipping == "block" else None
         for examples, mask, rows in self._batch(draw):
             here = points if rows is None else [(factor, point[rows]) for factor, point in points]
             if self._unit != "example" or math.isinf(self._clip):
-                part = plain_sum(self._loss, here, examples, mask, only)
+                part = self._sums.plain(here, examples, mask, only, self._variants)
             else:
-                part, norms = clipped_sum(self._loss, here, examples, mask, self._clip, self._clipping, tensors, only)
+                part, norms = self._sums.clipped(here, examples, mask, self._clip, self._clipping, only, self._variants)
                 if self._clipping == "adaptive":
                     count = (_within(norms, self._clip) * mask).sum(-1, keepdim=True)
                     part = torch.cat([part, count_weight(self._clip) * count], dim=-1)
@@ -143,39 +148,308 @@ class PrivateGradient:
 
 
 Points = Sequence[tuple[float, Tensor]]
-"""Where gradients are taken, each with its public factor."""
+"""Where gradients are taken, each with its public factor; the first factor is 1."""
 
 
-def clipped_sum(
-    loss: Loss,
-    points: Points,
-    examples: Records,
-    mask: Tensor,
-    clip: float,
-    clipping: Clipping = "flat",
-    tensors: list[int] | None = None,
-    only: slice = ALL,
-) -> tuple[Tensor, Tensor]:
-    """``[S, d]``: for every client the sum over its batch of the records' gradients, each clipped; and their norms ``[S, B]``.
+class Use(NamedTuple):
+    """One product of ``length`` rows of a record with a weight; ``shape`` is that of what comes out."""
 
-    ``tensors``: the sizes of what is clipped by itself, where that is not the whole gradient. A gradient that is not finite
-    counts as zero: it moves the sum by nothing, so the sensitivity holds for it too.
+    kind: str
+    length: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What one record's way through a model is made of, seen on one record without its numbers.
+
+    ``uses``: the tensors whose whole gradient is a product of two factors that are smaller than itself, so that it is never
+    made for single records. ``num_saved``: bytes that the forward pass of one record keeps for the backward pass.
     """
+
+    uses: dict[str, tuple[Use, ...]] = field(default_factory=dict[str, tuple[Use, ...]])
+    num_saved: int = 0
+
+
+def survey(model: FlatModel, example: Records, dtype: torch.dtype | None = None, times_smaller: float | None = None) -> Survey:
+    """Try one record. A tensor that is also used otherwise than in a product that is seen through is not among the uses.
+
+    ``times_smaller``: how much the factors of several rows have to be smaller than their product. By default 4 on a CPU, where
+    the arithmetic of their norms is dear, and 1 elsewhere, where memory is (benchmarks/NOTES.md).
+    """
+    theta = model.theta0()
+    frozen, weights = model.frozen(dtype), model.layout.views(flat.in_dtype(theta, dtype).requires_grad_())
+    own = {_place(x) for x in (*frozen.values(), *weights.values(), *example.values())}
+    saved, shapes = dict[int, int](), list[tuple[int, ...]]()
+
+    def pack(x: Tensor) -> Tensor:
+        if _place(x) not in own:
+            saved[_place(x)] = x.untyped_storage().nbytes()
+        return x
+
+    def probe(name: str, out: Tensor) -> Tensor:
+        shapes.append(tuple(out.shape))
+        return torch.zeros_like(out, requires_grad=True)
+
+    with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x), Products(weights, weights, probe) as products:
+        loss = model.loss(weights | frozen, model.in_dtype(example, dtype))
+    elsewhere = cast(tuple[Tensor | None, ...], torch.autograd.grad(loss, list(weights.values()), allow_unused=True))
+    direct = {name for name, g in zip(weights, elsewhere, strict=True) if g is not None}
+    uses: dict[str, tuple[Use, ...]] = {}
+    for product, shape in zip(products.found, shapes, strict=True):
+        uses[product.name] = (*uses.get(product.name, ()), Use(product.kind, product.rows.shape[0], shape))
+    alike = {name: some for name, some in uses.items() if name not in direct and len({use.kind for use in some}) == 1}
+    several = times_smaller or (4 if theta.device.type == "cpu" else 1)
+    times = {name: 1 if sum(use.length for use in some) == 1 else several for name, some in alike.items()}
+    less = [name for name in alike if times[name] * num_in_factors(alike[name], weights[name].shape) < weights[name].numel()]
+    return Survey({name: alike[name] for name in less}, sum(saved.values()))
+
+
+def _place(x: Tensor) -> int:
+    """Of its memory, of which there may be none behind it (on the device ``meta``)."""
+    return x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+
+
+def num_in_factors(uses: Sequence[Use], shape: Sequence[int]) -> int:
+    """Numbers in the two factors of a record's gradient: for every row what goes in (of a table, which one) and comes out."""
+    inside, outside = (1, shape[1]) if uses[0].kind == "table" else (math.prod(shape[1:]), shape[0])
+    return sum(use.length for use in uses) * (inside + outside)
+
+
+class Asked(NamedTuple):
+    """Which sum: of so many points and variants, of the coordinates from ``start`` to ``stop``, how clipped."""
+
+    num_points: int
+    num_variants: int
+    start: int
+    stop: int
+    clipping: Clipping = "flat"
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Takes sums of a model's gradients over batches: by ``run``, eagerly or compiled, and in ``dtype``, if one is given.
+
+    Then forward and backward pass have that precision; norms and sums have that of theta. What the ``survey`` found is taken by
+    its factors. ``held`` are the frozen tensors in ``dtype``; where there are none, the module's own serve.
+    """
+
+    model: FlatModel
+    survey: Survey = field(default_factory=Survey)
+    dtype: torch.dtype | None = None
+    held: Records = field(default_factory=Records)
+    run: Run = directly
+
+    @cached_property
+    def _identity(self) -> int:
+        model = self.model
+        parts = model.layout.parts, tuple(self.survey.uses.items())
+        return number_of((anatomy((model.module, model.criterion, model.augment)), parts, self.dtype))
+
+    @cached_property
+    def _frozen(self) -> Records:
+        return {f"frozen.{name}": x for name, x in self.held.items()}
+
+    def clipped(
+        self,
+        points: Points,
+        examples: Records,
+        mask: Tensor,
+        clip: float,
+        clipping: Clipping = "flat",
+        only: slice = ALL,
+        num_variants: int = 1,
+    ) -> tuple[Tensor, Tensor]:
+        """``[S, d]``: of every client the sum over its batch of the records' gradients, each clipped; and the norms ``[S, B]``.
+
+        A gradient that is not finite counts as zero: it moves the sum by nothing, so the sensitivity holds for it too.
+        """
+        found = self._run(partial(_clipped, self), points, examples, mask, only, num_variants, clipping, {"clip": clip})
+        return found[0], found[1]
+
+    def plain(self, points: Points, examples: Records, mask: Tensor, only: slice = ALL, num_variants: int = 1) -> Tensor:
+        """``[S, d]``: the sum of the gradients without clipping, never materialised per record. Not private."""
+        return self._run(partial(_plain, self), points, examples, mask, only, num_variants, "flat", {})[0]
+
+    def _run(
+        self,
+        function: Callable[[Asked, Inputs], Outputs],
+        points: Points,
+        examples: Records,
+        mask: Tensor,
+        only: slice,
+        num_variants: int,
+        clipping: Clipping,
+        further: dict[str, float],
+    ) -> Outputs:
+        start, stop, _ = only.indices(self.model.num_parameters)
+        asked = Asked(len(points), num_variants, start, stop, clipping)
+        inputs: dict[str, Tensor | float] = {"mask": mask, **further}
+        for number, (factor, theta) in enumerate(points):
+            inputs |= {f"theta.{number}": theta, f"factor.{number}": factor}
+        inputs |= {f"example.{name}": column for name, column in examples.items()}
+        key = self._identity, cast(Any, function).func.__name__, asked
+        with narrow_products(self.dtype is not None):
+            return self.run(key, partial(function, asked), self._frozen, inputs)
+
+
+def _part_of(inputs: Inputs, kind: str) -> dict[str, Any]:
+    return {name.removeprefix(f"{kind}."): value for name, value in inputs.items() if name.startswith(f"{kind}.")}
+
+
+def _weights(sums: Sums, theta: Tensor) -> Records:
+    layout, theta = sums.model.layout, flat.in_dtype(theta, sums.dtype)
+    return layout.views(theta) if theta.device.type == "cpu" else layout.aligned(theta)
+
+
+def _plain(sums: Sums, asked: Asked, inputs: Inputs) -> Outputs:
+    frozen, mask = _part_of(inputs, "frozen"), cast(Tensor, inputs["mask"])
+    loss, examples = _varied(sums.model.loss, asked.num_variants), sums.model.in_dtype(_part_of(inputs, "example"), sums.dtype)
+
+    def total(weights: Records, examples: Records, mask: Tensor) -> Tensor:
+        def of_record(example: Records) -> Tensor:
+            with Products(weights, (), _no_probe, by_patches=mask.device.type != "cpu"):
+                return loss(weights | frozen, example)
+
+        return torch.where(mask, vmap(of_record)(examples), 0).sum()
+
     with torch.no_grad():
-        per_record = vmap(vmap(grad(loss), in_dims=(None, 0)))
-        (_, theta), *others = points  # the first factor is 1
-        grads = cast(Tensor, per_record(theta, examples))
-        for factor, other in others:
-            grads = grads + factor * cast(Tensor, per_record(other, examples))
-        grads = grads[..., only]
-        pieces = grads.split(tensors, dim=-1) if tensors else (grads,)
-        bound, sums = clip / math.sqrt(len(pieces)), list[Tensor]()
-        norms = [lengths(piece) for piece in pieces]
-        for piece, norm in zip(pieces, norms, strict=True):
+        whole: list[Tensor] = []
+        for number in range(asked.num_points):
+            theta, factor = cast(Tensor, inputs[f"theta.{number}"]), inputs[f"factor.{number}"]
+            weights = _weights(sums, theta)
+            grads = cast(Records, vmap(grad(total))(weights, examples, mask))
+            found = torch.cat([grads[part.name].flatten(1).to(theta.dtype) for part in sums.model.layout.parts], dim=-1)
+            whole.append(factor * found[:, asked.start : asked.stop])
+        return (torch.stack(whole).sum(0),)
+
+
+def _clipped(sums: Sums, asked: Asked, inputs: Inputs) -> Outputs:
+    clip, mask = inputs["clip"], cast(Tensor, inputs["mask"])
+    with torch.no_grad():
+        points = [_of_records(sums, asked, inputs, number) for number in range(asked.num_points)]
+        factors = [inputs[f"factor.{number}"] for number in range(asked.num_points)]
+        pieces = [_difference(factors, [grads[name] for grads in points]) for name in points[0]]
+        norms = [piece.norms() for piece in pieces]
+        whole = torch.linalg.vector_norm(torch.stack(norms), dim=0)
+        bounds = [(norm, clip / math.sqrt(len(pieces))) for norm in norms] if asked.clipping == "block" else [(whole, clip)]
+        totals: list[Tensor] = []
+        for piece, (norm, bound) in zip(pieces, bounds * (len(pieces) // len(bounds)), strict=True):
             usable = norm.isfinite() & mask
-            scale = torch.where(usable, shrinkage(norm, bound, clipping), 0)
-            sums.append(torch.einsum("sb,sbd->sd", scale, piece.masked_fill_(~usable.unsqueeze(-1), 0)))
-        return torch.cat(sums, dim=-1), torch.linalg.vector_norm(torch.stack(norms), dim=0)
+            totals.append(piece.total(torch.where(usable, shrinkage(norm, bound, asked.clipping), 0), usable))
+        return torch.cat(totals, dim=-1), whole
+
+
+class _Gradient(NamedTuple):
+    """The gradient of some coordinates, of every record: ``[S, B, n]``."""
+
+    g: Tensor
+
+    def norms(self) -> Tensor:
+        return lengths(widened(self.g))
+
+    def total(self, scale: Tensor, usable: Tensor) -> Tensor:
+        """The sum of the records' gradients, each times its scale; without those that are not usable, whatever they are."""
+        g = widened(self.g).masked_fill(~usable.unsqueeze(-1), 0)
+        return torch.einsum("sb,sbd->sd", scale, g) if g.device.type == "cpu" else (g * scale.unsqueeze(-1)).sum(1)
+
+
+class _Factors(NamedTuple):
+    """The gradient of one tensor, of every record, as the product  g' x  of ``g`` [S, B, L, out] and ``x`` [S, B, L, in].
+
+    Of a table, ``x`` [S, B, L] says which of its rows. Neither the product nor anything of its size is made for single records:
+        |g' x|^2 = sum(x x' * g g')                   Goodfellow 2015, arXiv 1510.01799; Li et al. 2021, arXiv 2110.05679
+        sum_b scale_b g_b' x_b, a product of matrices with a row for every row of every record       Bu et al. 2022, 2210.00038
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    x: Tensor
+    g: Tensor
+
+    def norms(self) -> Tensor:
+        """Never below the true norm. With several rows the sum of products may cancel, and its rounding error is then large
+        beside it: so that error's size is added, sqrt(in + out) eps (sum_l |x_l| |g_l|)^2."""
+        x, g = self._wide()
+        least, table = math.sqrt(torch.finfo(g.dtype).tiny), self.kind == "table"
+        each = lengths(g).clamp(min=least)
+        if not table:
+            each = each * lengths(x).clamp(min=least)
+        if x.shape[2] == 1:
+            return each.squeeze(-1)
+        alike = x.unsqueeze(-1) == x.unsqueeze(-2) if table else x @ x.transpose(-1, -2)
+        found = (alike * (g @ g.transpose(-1, -2))).sum((-1, -2)).clamp(min=0)
+        width = g.shape[-1] + (0 if table else x.shape[-1])
+        return (found + math.sqrt(width) * torch.finfo(g.dtype).eps * each.sum(-1).square()).sqrt()
+
+    def total(self, scale: Tensor, usable: Tensor) -> Tensor:
+        x, g = self._wide()
+        usable = usable[..., None, None]
+        g = torch.where(usable, g * scale[..., None, None], 0).flatten(1, 2)
+        if self.kind == "table":
+            num_clients, (num_rows, width) = len(x), self.shape
+            first = num_rows * torch.arange(num_clients, device=x.device).unsqueeze(-1)
+            rows = (x.flatten(1).clamp(min=0) + first).flatten()
+            found = torch.ops.aten.embedding_dense_backward(g.flatten(0, 1), rows, num_clients * num_rows, -1, False)
+            return found.view(num_clients, num_rows * width)
+        found = g.transpose(1, 2) @ torch.where(usable, x, 0).flatten(1, 2)
+        if self.kind == "convolution":
+            found = found.unflatten(-1, (*self.shape[2:], self.shape[1])).movedim(-1, 2)
+        return found.flatten(1)
+
+    def _wide(self) -> tuple[Tensor, Tensor]:
+        """A row of a table that has no gradient stands there as -1."""
+        g = widened(self.g)
+        return (self.x, torch.where(self.x.unsqueeze(-1) < 0, 0, g)) if self.kind == "table" else (widened(self.x), g)
+
+
+def _difference(factors: Sequence[Tensor | float], pieces: Sequence[_Gradient | _Factors]) -> _Gradient | _Factors:
+    """The sum of the same piece at several points, each times its factor."""
+    first = pieces[0]
+    if len(pieces) == 1:
+        return first
+    scaled = [factor * widened(piece.g) for factor, piece in zip(factors, pieces, strict=True)]
+    if isinstance(first, _Gradient):
+        return _Gradient(torch.stack(scaled).sum(0))
+    x = torch.cat([cast(_Factors, piece).x for piece in pieces], dim=2)
+    return first._replace(x=x, g=torch.cat(scaled, dim=2))
+
+
+def _of_records(sums: Sums, asked: Asked, inputs: Inputs, number: int) -> dict[str, _Gradient | _Factors]:
+    """The gradient of every record at one point: of the tensors that lie in what is asked for, or of a part of one."""
+    layout, theta = sums.model.layout, cast(Tensor, inputs[f"theta.{number}"])
+    within = {part.name: some for part, some in zip(layout.parts, ranges(layout.sizes, asked.start, asked.stop), strict=True)}
+    whole = {part.name for part in layout.parts if within[part.name] == (0, part.size)}
+    large = {name: uses for name, uses in sums.survey.uses.items() if name in whole and asked.num_variants == 1}
+    frozen, weights = _part_of(inputs, "frozen"), _weights(sums, theta)
+    examples = sums.model.in_dtype(_part_of(inputs, "example"), sums.dtype)
+    loss = _varied(sums.model.loss, asked.num_variants)
+    closed = {name: weight for name, weight in weights.items() if name in large}
+    probes = {name: [closed[name].new_zeros(use.shape) for use in uses] for name, uses in large.items()}
+
+    by_patches = theta.device.type != "cpu"  # there, plain convolutions are faster
+
+    def of_record(small: Records, probes: dict[str, list[Tensor]], closed: Records, example: Records) -> tuple[Tensor, Any]:
+        left, rows = {name: iter(some) for name, some in probes.items()}, defaultdict[str, list[Tensor]](list)
+        with Products(small | closed, closed, lambda name, out: next(left[name]), by_patches) as products:
+            value = loss(small | closed | frozen, example)
+        for product in products.found:
+            rows[product.name].append(product.rows)
+        return value, dict(rows)
+
+    small = {name: weight for name, weight in weights.items() if name not in large}
+    per_record = vmap(grad(of_record, argnums=(0, 1), has_aux=True), in_dims=(None, None, None, 0))
+    (grads, outside), inside = vmap(per_record, in_dims=(0, None, 0, 0))(small, probes, closed, examples)
+    found: dict[str, _Gradient | _Factors] = {}
+    for part in layout.parts:
+        start, stop = within[part.name]
+        if part.name in large:
+            g = torch.cat([some.reshape(*some.shape[:2], -1, some.shape[-1]) for some in outside[part.name]], dim=2)
+            kind = large[part.name][0].kind
+            found[part.name] = _Factors(kind, part.shape, torch.cat(inside[part.name], dim=2), g)
+        elif start < stop:
+            found[part.name] = _Gradient(grads[part.name].reshape(*examples["y"].shape[:2], -1)[..., start:stop])
+    return found
 
 
 def lengths(x: Tensor) -> Tensor:
@@ -188,7 +462,7 @@ def lengths(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(both.double(), dim=-1).to(x.dtype)
 
 
-def shrinkage(norms: Tensor, clip: float, clipping: Clipping) -> Tensor:
+def shrinkage(norms: Tensor, clip: Tensor | float, clipping: Clipping) -> Tensor:
     """What a vector of this norm is multiplied with, so that its norm is ``clip`` at most."""
     return clip / (norms + STABLE) if clipping == "automatic" else (clip / norms).clamp(max=1)
 
@@ -198,6 +472,16 @@ def _within(norms: Tensor, clip: float) -> Tensor:
     return (norms <= clip).to(norms.dtype) - 0.5
 
 
+def ranges(tensors: Sequence[int], start: int, stop: int) -> list[tuple[int, int]]:
+    """Of each tensor the part that lies inside a range of all coordinates.
+
+    >>> ranges([2, 3, 4], 2, 6)
+    [(2, 2), (0, 3), (0, 1)]
+    """
+    ends = list(pairwise(accumulate(tensors, initial=0)))
+    return [(min(max(start, low), high) - low, min(max(stop, low), high) - low) for low, high in ends]
+
+
 def tensors_within(tensors: Sequence[int], only: slice) -> list[int]:
     """The sizes of the tensors, as far as they lie inside a range of coordinates.
 
@@ -205,8 +489,7 @@ def tensors_within(tensors: Sequence[int], only: slice) -> list[int]:
     [3, 1]
     """
     start, stop, _ = only.indices(sum(tensors))
-    ends = [min(max(end, start), stop) for end in accumulate(tensors, initial=0)]
-    return [after - before for before, after in pairwise(ends) if after > before]
+    return [high - low for low, high in ranges(tensors, start, stop) if high > low]
 
 
 def clipped_tensors(x: Tensor, clip: float, tensors: list[int]) -> Tensor:
@@ -216,32 +499,24 @@ def clipped_tensors(x: Tensor, clip: float, tensors: list[int]) -> Tensor:
     return torch.cat([piece * shrinkage(norm, clip, "flat") for piece, norm in zip(pieces, norms, strict=True)], dim=-1)
 
 
-def _varied(loss: Loss, num: int) -> Loss:
+def _varied(loss: Callable[[Records, Records], Tensor], num: int) -> Callable[[Records, Records], Tensor]:
     """The mean loss over ``num`` variants of a record, so that its gradient is the mean of theirs before it is clipped."""
     if num == 1:
         return loss
 
-    def mean_loss(theta: Tensor, example: Records) -> Tensor:
-        keys = fold(example["key"], torch.arange(num, device=theta.device))
+    def mean_loss(weights: Records, example: Records) -> Tensor:
+        keys = fold(example["key"], torch.arange(num, device=example["key"].device))
 
         def variant(key: Tensor) -> Tensor:
-            return loss(theta, example | {"key": key})
+            return loss(weights, example | {"key": key})
 
         return vmap(variant)(keys).mean()
 
     return mean_loss
 
 
-def plain_sum(loss: Loss, points: Points, examples: Records, mask: Tensor, only: slice = ALL) -> Tensor:
-    """``[S, d]``: the sum of the gradients without clipping, never materialised per record. Not private."""
-
-    def total(theta: Tensor, examples: Records, mask: Tensor) -> Tensor:
-        losses = vmap(loss, in_dims=(None, 0))(theta, examples)
-        return torch.where(mask, losses, 0).sum()
-
-    with torch.no_grad():
-        sums = [factor * vmap(grad(total))(theta, examples, mask) for factor, theta in points]
-        return torch.stack(sums).sum(0)[:, only]
+def _no_probe(name: str, out: Tensor) -> Tensor:
+    raise NotImplementedError(name)
 
 
 Fields = Mapping[str, Tensor]

@@ -86,20 +86,25 @@ def begin(
         "sigma": plan.job.mechanism.sigma,
         "fingerprint": fingerprint(model, federation),
     }
-    if resume:
-        if out is None:
-            raise InputError("out: name the folder of the run to resume.")
-        record = RunRecord.open(out)
-        differing = sorted(key for key in plain | record.recipe if plain.get(key) != record.recipe.get(key))
-        if differing:
-            raise InputError(
-                f"recipe: differs from the one of the run in {record.path} in: {', '.join(differing)}. A run goes on with the "
-                "recipe, model and data it began with; start a new run for other ones."
-            )
-    else:
-        device = str(recipe.engine.torch_device())
-        record = RunRecord.create(out or free_folder(recipe.name), plain, environment(device), recipe.delta)
-    return record, _rounds(recipe, record, (engine or recipe.engine.open)(plan.job), plan)
+    record = _resumed(plain, out) if resume else None
+    opened = (engine or recipe.engine.open)(plan.job)
+    if record is None:
+        found = environment(str(recipe.engine.torch_device())) | {"engine": getattr(opened, "description", "")}
+        record = RunRecord.create(out or free_folder(recipe.name), plain, found, recipe.delta)
+    return record, _rounds(recipe, record, opened, plan)
+
+
+def _resumed(plain: dict[str, Any], out: str | Path | None) -> RunRecord:
+    if out is None:
+        raise InputError("out: name the folder of the run to resume.")
+    record = RunRecord.open(out)
+    differing = sorted(key for key in plain | record.recipe if plain.get(key) != record.recipe.get(key))
+    if differing:
+        raise InputError(
+            f"recipe: differs from the one of the run in {record.path} in: {', '.join(differing)}. A run goes on with the "
+            "recipe, model and data it began with; start a new run for other ones."
+        )
+    return record
 
 
 def _rounds(recipe: Recipe, record: RunRecord, engine: Engine, plan: Forecast) -> Iterator[Row]:
@@ -123,7 +128,7 @@ def _training(recipe: Recipe, record: RunRecord, engine: Engine, plan: Forecast)
     spent = Ledger()  # the record's may know already of rounds that are done again
     spent.announce({t: rate for t, rate in record.ledger.announced.items() if t < first})
     spent.post(receipt for receipt in record.ledger if receipt.t < first)
-    since, cost = time.monotonic(), 0.0
+    since, cost, known = time.monotonic(), 0.0, Startup()
     for t in range(first, plan.num_rounds):
         began, last, cohort = time.monotonic(), t == plan.num_rounds - 1, plan.cohorts[t]
         receipts, coin = planned_receipts(recipe, job, t, cohort, plan.dry), coins(recipe, job, t)
@@ -153,6 +158,8 @@ def _training(recipe: Recipe, record: RunRecord, engine: Engine, plan: Forecast)
         if last and plan.ending:
             row["ended_by"] = plan.ending
         row["seconds"] = round(time.monotonic() - began, 4)
+        known, news = _startup(engine, known)
+        row |= news
         record.append(row)
         if last or time.monotonic() - since > 20 * cost:
             since = time.monotonic()
@@ -163,6 +170,20 @@ def _training(recipe: Recipe, record: RunRecord, engine: Engine, plan: Forecast)
         yield row
     if not record.finished:
         record.save_model(job.model.layout.views(_published(now)))
+
+
+class Startup(NamedTuple):
+    """What an engine took to make its programs, and what it had to do without."""
+
+    seconds: float = 0.0
+    num_notes: int = 0
+
+
+def _startup(engine: Engine, known: Startup) -> tuple[Startup, Row]:
+    """What there is to say since the last round: only an engine that compiles has anything."""
+    seconds, notes = getattr(engine, "startup_seconds", 0.0), getattr(engine, "notes", [])
+    news: Row = {"startup_seconds": round(seconds - known.seconds, 2)} if seconds > known.seconds else {}
+    return Startup(seconds, len(notes)), news | ({"notes": notes[known.num_notes :]} if notes[known.num_notes :] else {})
 
 
 def _beginning(recipe: Recipe, job: Job, theta: Tensor) -> Standing:

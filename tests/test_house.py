@@ -20,6 +20,7 @@ ORDER = (
     "keyed",
     "dropout",
     "fast",
+    "compiled",
     "fast_lora",
     "metrics",
     "flat",

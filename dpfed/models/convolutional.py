@@ -1,6 +1,6 @@
 """Convolutional networks of the papers, for pictures of 32 pixels: with group norm, because batch norm mixes records.
 
-Their weights are torch's usual ones, drawn by key. Convolutions are computed by patches (`dpfed.fast`).
+Their weights are torch's usual ones, drawn by key.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from dpfed.data import key
 from dpfed.errors import InputError
-from dpfed.fast import with_patches
 
 
 @contextmanager
@@ -72,7 +71,7 @@ def resnet18(num_classes: int, *, groups: int = 2, width: int = 64, num_channels
     with seeded(seed, "theta0"):
         stem = nn.Conv2d(num_channels, width, 3, 1, 1, bias=False), nn.GroupNorm(groups, width), nn.ReLU()
         blocks = [Residual(a, b, 1 + (b > a), groups) for a, b in pairwise([width, *(w for w in widths for _ in range(2))])]
-        return with_patches(nn.Sequential(*stem, *blocks, Mean(), nn.Linear(widths[-1], num_classes)))
+        return nn.Sequential(*stem, *blocks, Mean(), nn.Linear(widths[-1], num_classes))
 
 
 def wide_resnet(
@@ -91,7 +90,7 @@ def wide_resnet(
         places = pairwise([16, *(w for w in widths for _ in range(num_blocks))])
         blocks = [PreactivatedResidual(a, b, 1 + (b > a and b > widths[0]), groups) for a, b in places]
         end = nn.GroupNorm(groups, widths[-1]), nn.ReLU(), Mean(), nn.Linear(widths[-1], num_classes)
-        return with_patches(nn.Sequential(nn.Conv2d(num_channels, 16, 3, 1, 1, bias=False), *blocks, *end))
+        return nn.Sequential(nn.Conv2d(num_channels, 16, 3, 1, 1, bias=False), *blocks, *end)
 
 
 def tanh_cnn(num_classes: int = 10, *, num_channels: int = 3, seed: int = 0) -> nn.Module:
@@ -106,7 +105,7 @@ def tanh_cnn(num_classes: int = 10, *, num_channels: int = 3, seed: int = 0) -> 
             layers.append(nn.Conv2d(a, b, 3, padding=int(stage > 0)))
             layers += [nn.Tanh()] if stage < 4 else [Mean()]
             layers += [nn.MaxPool2d(2)] if stage < 3 else []
-        return with_patches(nn.Sequential(*layers))
+        return nn.Sequential(*layers)
 
 
 def _check_groups(groups: int, narrowest: int) -> None:

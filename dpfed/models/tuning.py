@@ -16,7 +16,6 @@ from torch import nn
 
 from dpfed.data import generator
 from dpfed.errors import InputError
-from dpfed.fast import with_patches
 from dpfed.fast_lora import with_lora_products
 from dpfed.models.convolutional import seeded
 from dpfed.models.transformer import HEADS, library
@@ -78,7 +77,7 @@ def lora(
 
 def train_all(module: nn.Module) -> nn.Module:
     """Full fine-tuning."""
-    return with_patches(module.requires_grad_(True))
+    return module.requires_grad_(True)
 
 
 def train_head(module: nn.Module) -> nn.Module:
@@ -104,7 +103,7 @@ def train_last(module: nn.Module, num_layers: int = 1) -> nn.Module:
     names = [name for name, _ in model.named_parameters()]  # in the order of the forward pass
     for name in names[names.index(first) :]:
         model.get_parameter(name).requires_grad_(True)
-    return with_patches(module)
+    return module
 
 
 def inside(module: nn.Module) -> tuple[str, nn.Module]:

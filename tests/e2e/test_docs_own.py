@@ -46,7 +46,7 @@ def test_every_example_runs(names: dict[str, Any]) -> None:
     assert 0 < RunRecord.open("runs/reviews").ledger.epsilon(1e-5) < float("inf")
 
     record, model = RunRecord.open("runs/lora"), FlatModel(names["model 2"])
-    ours = model.output(model.layout.flatten(record.load_model()), {"x": names["pictures 2"]["x"][0]})
+    ours = model.output(record.load_model(), {"x": names["pictures 2"]["x"][0]})
     pixels = names["pixels"](names["pictures 2"]["x"][:1])
     for theirs in (names["adapted"], names["merged"]):
         torch.testing.assert_close(theirs.eval()(pixel_values=pixels).logits, ours, rtol=1e-5, atol=1e-5)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from dpfed.fast import attention, with_patches
+from dpfed.fast import Products, attention
 
 S, B, T, HEADS, WIDTH = 2, 3, 7, 2, 8
 LEARNT = "learnt, for all windows"
@@ -88,23 +88,31 @@ def net() -> nn.Module:
 
 def test_convolutions_by_patches_are_convolutions() -> None:
     x = torch.randn(S, B, 1, 2, 9, 11, dtype=torch.float64)
-    plain, ours = net(), with_patches(net())
-    plain(x[0, 0]), ours(x[0, 0])
-    assert sum(type(part).__name__ == "PatchConv2d" for part in ours.modules()) == 5
-    ours.load_state_dict(plain.state_dict())
-    weights = {name: torch.stack([p.detach(), p.detach() * 1.1]) for name, p in plain.named_parameters()}
+    module = net()
+    module(x[0, 0])
+    weights = {name: torch.stack([p.detach(), p.detach() * 1.1]) for name, p in module.named_parameters()}
 
-    def gradients(module: nn.Module) -> dict[str, Tensor]:
+    def gradients(by_patches: bool) -> dict[str, Tensor]:
         def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
-            return functional_call(module, weights, (x,)).square().sum()
+            with Products(weights if by_patches else {}, (), lambda name, out: out):
+                return functional_call(module, weights, (x,)).square().sum()
 
         return vmap(vmap(grad(loss), in_dims=(None, 0)))(weights, x)
 
-    found, expected = gradients(ours), gradients(plain)
+    found, expected = gradients(True), gradients(False)
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-11, atol=1e-11)
 
 
 def test_what_cannot_be_done_by_patches_is_left_alone() -> None:
-    layers = nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(4, 4, 3, padding_mode="reflect", padding=1))
-    assert [type(part) for part in with_patches(layers)] == [nn.Conv2d, nn.Conv2d]
+    x = torch.randn(1, 4, 6, 6, dtype=torch.float64)
+    for layer in (
+        nn.Conv2d(4, 4, 3, groups=2),
+        nn.Conv2d(4, 4, 3, padding="same"),
+        nn.Conv2d(4, 4, 3, padding_mode="reflect", padding=1),
+    ):
+        layer = layer.double()
+        with Products({"weight": layer.weight}, ["weight"], lambda name, out: torch.zeros_like(out)) as products:
+            out = layer(x)
+        torch.testing.assert_close(out, layer(x))
+        assert [product.kind for product in products.found] == (["convolution"] if layer.padding_mode == "reflect" else [])

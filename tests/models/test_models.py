@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 
 from dpfed import InputError
-from dpfed.flat import FlatModel
+from dpfed.flat import FlatModel, Records
 from dpfed.models import (
     configuration,
     image_classifier,
@@ -21,6 +21,7 @@ from dpfed.models import (
     train_all,
     wide_resnet,
 )
+from dpfed.privacy import Sums, survey
 from dpfed.tasks.citation import GraphConvolution
 from tests.models.tiny import OTHERS, TRANSFORMERS, Family
 
@@ -30,11 +31,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "i
 
 
 def moved(module: nn.Module) -> nn.Module:
-    """Away from the start, where B = 0 and A has no gradient."""
+    """Away from the start, where B = 0 and A has no gradient; not so far that rounding is blown up on its way through."""
     torch.manual_seed(1)
     with torch.no_grad():
         for p in module.parameters():
-            p.add_(0.1 * torch.randn(p.shape))
+            p.add_(0.05 * torch.randn(p.shape))
     return module
 
 
@@ -43,10 +44,20 @@ def gradients_agree(family: Family, module: nn.Module) -> None:
     model = FlatModel(moved(module), family.criterion)
     records = family.records(6)
     theta = torch.stack([model.theta0(), model.theta0() * 1.05])
-    mapped = vmap(vmap(grad(model.loss), in_dims=(None, 0)))(theta, {k: v.unflatten(0, (2, 3)) for k, v in records.items()})
+    examples, mask = {k: v.unflatten(0, (2, 3)) for k, v in records.items()}, torch.ones(2, 3, dtype=torch.bool)
+
+    def loss(theta: Tensor, example: Records) -> Tensor:
+        return model.loss(model.layout.views(theta), example)
+
+    mapped = vmap(vmap(grad(loss), in_dims=(None, 0)))(theta, examples)
+    whole = survey(model, {k: v[0] for k, v in records.items()}, times_smaller=1)
+    clip = float(mapped.norm(dim=-1).median())
+    found, _ = Sums(model, whole).clipped([(1.0, theta)], examples, mask, clip)
+    expected = (mapped * (clip / mapped.norm(dim=-1, keepdim=True)).clamp(max=1)).sum(1)
+    assert (found - expected).norm() <= 1e-4 * expected.norm(), "by factors"
     for number in range(6):
         own, row = theta[number // 3].clone().requires_grad_(), {k: v[number] for k, v in records.items()}
-        (alone,) = torch.autograd.grad(model.loss(own, row), own)
+        (alone,) = torch.autograd.grad(loss(own, row), own)
         found = mapped[number // 3, number % 3]
         assert (found - alone).norm() <= 1e-5 * alone.norm(), f"record {number}"
         assert alone.norm() > 1e-3
@@ -81,7 +92,9 @@ def test_the_forward_pass_is_that_of_transformers(name: str) -> None:
     family = TRANSFORMERS[name]
     module = moved(family.build())
     model, records = FlatModel(module, family.criterion), family.records(4)
-    ours = torch.cat([model.output(model.theta0(), {k: v[i] for k, v in records.items()}) for i in range(4)])
+    ours = torch.cat(
+        [model.output(model.layout.views(model.theta0()), {k: v[i] for k, v in records.items()}) for i in range(4)]
+    )
     inputs = {"pixel_values" if k == "x" else k: v for k, v in records.items() if k != "y"}
     inputs = {k: v.long() if v.dtype in (torch.bool, torch.int32) else v for k, v in inputs.items()}
     with torch.no_grad():
@@ -101,7 +114,7 @@ def test_the_loss_of_a_sequence_is_that_of_transformers() -> None:
     for i in range(3):
         row = {k: v[i] for k, v in records.items()}
         theirs = own(row["input_ids"][None].long(), row["attention_mask"][None].long(), labels=row["y"][None]).loss
-        torch.testing.assert_close(model.loss(model.theta0(), row), theirs, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(model.loss(model.layout.views(model.theta0()), row), theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
@@ -109,7 +122,7 @@ def test_many_records_are_judged_as_one_after_the_other(name: str) -> None:
     family = TRANSFORMERS[name]
     model, records = FlatModel(moved(family.build()), family.criterion), family.records(5)
     theta = model.theta0()
-    alone = [model.loss(theta, {k: v[i] for k, v in records.items()}).item() for i in range(5)]
+    alone = [model.loss(model.layout.views(theta), {k: v[i] for k, v in records.items()}).item() for i in range(5)]
     assert model.evaluate(theta, records, at_once=2)["loss"] == pytest.approx(sum(alone) / 5, rel=1e-5)
 
 

@@ -20,7 +20,7 @@ from dpfed.engines.simulation import Job, train_clients
 from dpfed.flat import FlatModel
 from dpfed.forecast import blank_upload, public_fields
 from dpfed.mechanism import AsReleased, Mechanism, events
-from dpfed.privacy import Clipping, Part, PrivateGradient, clipped_upload, noised_upload
+from dpfed.privacy import Clipping, Part, PrivateGradient, Sums, clipped_upload, noised_upload
 from tests.stats.test_noise import D, Linear, federation, has_scale, numbers, of_output
 
 CLIPPINGS: list[Clipping] = ["flat", "block", "automatic", "adaptive"]
@@ -53,7 +53,7 @@ def gradient(
     part = Part({"x": records, "y": torch.zeros(num_clients, size)}, mask)
     sizes = torch.full((num_clients, 1), float(size), dtype=torch.float64)
     sample = noise or (lambda total, std, draw, query: total)
-    return PrivateGradient(model.loss, lambda draw: [part], sample, sizes, mechanism, tensors=model.layout.sizes, **setting)
+    return PrivateGradient(Sums(model), lambda draw: [part], sample, sizes, mechanism, **setting)
 
 
 def seeded(total: Tensor, std: Tensor | float, draw: int, query: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dpfed.data import Footprint
 from dpfed.flat import FlatModel, Records
-from dpfed.privacy import clipped_sum
+from dpfed.privacy import Sums
 from dpfed.tasks.citation import Citation, GraphConvolution
 from dpfed.tasks.graphs import Graph, read_graph
 from dpfed.tasks.neighbourhoods import Pairs, bound_readers, draw_lists, footprint, linked, rooted
@@ -148,7 +148,7 @@ def test_striking_a_node_out_moves_the_clipped_sum_by_at_most_its_largest_move(
 
     def total(lists: Pairs, roots: list[int]) -> Tensor:
         columns = {name: column.unsqueeze(0) for name, column in records_of(x, y, lists, roots, degree).items()}
-        return clipped_sum(model.loss, [(1.0, theta)], columns, torch.ones(1, len(roots), dtype=torch.bool), clip)[0]
+        return Sums(model).clipped([(1.0, theta)], columns, torch.ones(1, len(roots), dtype=torch.bool), clip)[0]
 
     whole = total(lists, list(range(n)))
     for node in (0, 1, 7, n - 1):
@@ -177,7 +177,7 @@ def test_a_node_can_move_the_sum_by_more_than_one_record_may() -> None:
         columns = records_of(x, torch.zeros(n, dtype=torch.long), pairs, roots, degree)
         columns = {name: column.unsqueeze(0) for name, column in columns.items()}
         theta, ones = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, len(roots), dtype=torch.bool)
-        sums.append(clipped_sum(model.loss, [(1.0, theta)], columns, ones, clip)[0])
+        sums.append(Sums(model).clipped([(1.0, theta)], columns, ones, clip)[0])
     assert float((sums[0] - sums[1]).norm()) == pytest.approx(1 + 2 * degree)
 
 

@@ -18,7 +18,7 @@ from dpfed.algorithms import FedAdamW, FedAvg
 from dpfed.data import Federation
 from dpfed.engines.simulation import Job, Simulation, train_clients
 from dpfed.flat import FlatModel
-from dpfed.privacy import Gaussian, clipped_sum
+from dpfed.privacy import Gaussian, Sums
 
 D = 4000
 
@@ -113,10 +113,10 @@ def test_removing_a_record_moves_the_clipped_sum_by_at_most_the_clip(rows: list[
     records = torch.tensor([rows], dtype=torch.float64)
     columns = {"x": records, "y": torch.zeros(1, len(rows))}
     points = [(1.0, model.theta0().unsqueeze(0))]
-    with_all = clipped_sum(model.loss, points, columns, torch.ones(1, len(rows), dtype=torch.bool), clip)[0]
+    with_all = Sums(model).clipped(points, columns, torch.ones(1, len(rows), dtype=torch.bool), clip)[0]
     mask = torch.ones(1, len(rows), dtype=torch.bool)
     mask[0, who % len(rows)] = False
-    without = clipped_sum(model.loss, points, columns, mask, clip)[0]
+    without = Sums(model).clipped(points, columns, mask, clip)[0]
     assert bool(with_all.isfinite().all())
     assert float((with_all - without).norm()) <= clip * (1 + 1e-9)
 
@@ -125,7 +125,7 @@ def test_clipping_keeps_small_gradients_and_scales_large_ones_to_the_clip() -> N
     records = torch.tensor([[[0.3, 0.4, 0.0], [30.0, 40.0, 0.0]]], dtype=torch.float64)
     columns, ones = {"x": records, "y": torch.zeros(1, 2)}, torch.ones(1, 2, dtype=torch.bool)
     model = FlatModel(Linear(3), of_output)
-    total = clipped_sum(model.loss, [(1.0, model.theta0().unsqueeze(0))], columns, ones, 1.0)[0]
+    total = Sums(model).clipped([(1.0, model.theta0().unsqueeze(0))], columns, ones, 1.0)[0]
     torch.testing.assert_close(total, torch.tensor([[0.3 + 0.6, 0.4 + 0.8, 0.0]], dtype=torch.float64))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.func import grad, vmap
 
 from dpfed import FedAvg, FlatModel, Gaussian, InputError, Recipe, Simulation, Task, iid, run
 from dpfed.dropout import drawing, dropped, with_keyed_dropout
+from dpfed.flat import Records
 from dpfed.models import lora
 from tests.models.tiny import TRANSFORMERS, bert, swin
 
@@ -79,9 +81,9 @@ def test_training_draws_and_judging_does_not() -> None:
     theta, row = model.theta0(), {k: v[0] for k, v in records.items()}
     assert model.needs_key
     assert model.evaluate(theta, records)["loss"] == pytest.approx(expected, rel=1e-6)
-    losses = {model.loss(theta, row | {"key": torch.tensor(key)}).item() for key in (1, 1, 2, 3)}
+    losses = {model.loss(model.layout.views(theta), row | {"key": torch.tensor(key)}).item() for key in (1, 1, 2, 3)}
     assert len(losses) == 3
-    assert model.loss(theta, row).item() not in losses
+    assert model.loss(model.layout.views(theta), row).item() not in losses
 
 
 def test_outside_the_layers_are_torchs_own() -> None:
@@ -93,6 +95,10 @@ def test_outside_the_layers_are_torchs_own() -> None:
     torch.manual_seed(1)
     assert found.equal(untouched.train()(x))
     assert isinstance(module[1], nn.Dropout)
+
+
+def of_vector(model: FlatModel) -> Callable[[Tensor, Records], Tensor]:
+    return lambda theta, row: model.loss(model.layout.views(theta), row)
 
 
 KEYED = {
@@ -113,10 +119,10 @@ def test_masks_depend_on_the_record_alone(name: str) -> None:
     records = family.records(6) | {"key": torch.arange(6)}
     theta = torch.stack([model.theta0(), model.theta0() + 0.05 * torch.randn(model.num_parameters)])
     batch = {k: v.unflatten(0, (2, 3)) for k, v in records.items()}
-    found = vmap(vmap(grad(model.loss), in_dims=(None, 0)))(theta, batch)
-    quiet = vmap(vmap(grad(model.loss), in_dims=(None, 0)))(theta, {k: v for k, v in batch.items() if k != "key"})
+    found = vmap(vmap(grad(of_vector(model)), in_dims=(None, 0)))(theta, batch)
+    quiet = vmap(vmap(grad(of_vector(model)), in_dims=(None, 0)))(theta, {k: v for k, v in batch.items() if k != "key"})
     for n in range(6):
-        alone = grad(model.loss)(theta[n // 3], {k: v[n] for k, v in records.items()})
+        alone = grad(of_vector(model))(theta[n // 3], {k: v[n] for k, v in records.items()})
         assert (found[n // 3, n % 3] - alone).norm() <= 1e-5 * alone.norm()
         assert (quiet[n // 3, n % 3] - alone).norm() > 0.01 * alone.norm()
 
@@ -136,8 +142,8 @@ def test_each_dropout_of_a_transformer_acts(setting: str) -> None:
     theta = quiet.theta0() + 0.1
     assert not quiet.needs_key
     assert loud.needs_key
-    assert loud.loss(theta, row) != quiet.loss(theta, row)
-    assert loud.output(theta, row).equal(quiet.output(theta, row))
+    assert of_vector(loud)(theta, row) != of_vector(quiet)(theta, row)
+    assert loud.output(loud.layout.views(theta), row).equal(quiet.output(quiet.layout.views(theta), row))
 
 
 def test_attention_drops_out_as_transformers_would() -> None:
@@ -202,7 +208,7 @@ def test_compiled_it_draws_the_same(name: str, backend: str) -> None:
     records = (records if name == "net" else TRANSFORMERS["bert"].records(6)) | {"key": torch.arange(6)}
     batch = {k: v.unflatten(0, (2, 3)) for k, v in records.items()}
     theta = model.theta0().expand(2, -1) + 0.01
-    gradients = vmap(vmap(grad(model.loss), in_dims=(None, 0)))
+    gradients = vmap(vmap(grad(of_vector(model)), in_dims=(None, 0)))
     expected = gradients(theta, batch)
     torch.compiler.reset()
     found = torch.compile(gradients, fullgraph=True, backend=backend)(theta, batch)

@@ -1,0 +1,220 @@
+"""Functions of tensors that run eagerly, or as programs that are compiled once for every shape and every model of one kind.
+
+A program is the function's trace: operations on tensors and nothing else, so whatever Python a model is made of runs once.
+It is kept for the whole process under a key that says all that the trace may depend on; ``anatomy`` gives that of a model, and
+models of the same anatomy share their programs. Where there is no compiler, or it fails, the function itself runs, and a note
+says so.
+"""
+
+from __future__ import annotations
+
+import time
+import types
+import warnings
+from collections.abc import Callable, Generator, Hashable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+Held = Mapping[str, Tensor]
+Inputs = Mapping[str, Tensor | float]
+Outputs = tuple[Tensor, ...]
+Function = Callable[[Inputs], Outputs]
+Program = Callable[[list[Tensor]], Outputs]
+Run = Callable[[Hashable, Function, Held, Inputs], Outputs]
+
+_PROGRAMS: dict[Hashable, Program | str] = {}
+_NUMBERS: dict[Hashable, int] = {}
+
+
+def number_of(key: Hashable) -> int:
+    """The same number for equal keys, in this process: a long key is then looked at once, and not at every step."""
+    return _NUMBERS.setdefault(key, len(_NUMBERS))
+
+
+def directly(key: Hashable, function: Function, held: Held, inputs: Inputs) -> Outputs:
+    return function({**held, **inputs})
+
+
+@dataclass(eq=False)
+class Compiler:
+    """Runs functions as compiled programs, on a GPU with ``graphs`` as one launch instead of hundreds.
+
+    ``seconds`` went into making ``num_programs`` programs; ``notes`` say what did not work.
+    """
+
+    backend: str = "inductor"
+    graphs: bool = False
+    seconds: float = 0.0
+    num_programs: int = 0
+    notes: list[str] = field(default_factory=list[str])
+    _graphs: dict[Hashable, Program] = field(default_factory=dict[Hashable, Program], repr=False)
+    _shapes: dict[int, tuple[Held, int]] = field(default_factory=dict[int, tuple[Held, int]], repr=False)
+
+    def __call__(self, key: Hashable, function: Function, held: Held, inputs: Inputs) -> Outputs:
+        """``function(held | inputs)``. What it computes depends on nothing else but what is in the key.
+
+        ``held``: tensors that stay where they are from call to call, such as frozen weights.
+        """
+        device = next(value.device for value in inputs.values() if isinstance(value, Tensor))
+        tensors = [
+            value.contiguous() if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float64, device=device)
+            for value in inputs.values()
+        ]
+        fixed, names = list(held.values()), [*held, *inputs]
+        if id(held) not in self._shapes:  # which is kept, so that nobody else gets its place
+            self._shapes[id(held)] = held, number_of(tuple((name, x.shape, x.dtype) for name, x in held.items()))
+        shapes = tuple((name, x.shape, x.dtype) for name, x in zip(inputs, tensors, strict=True))
+        whole = (key, self._shapes[id(held)][1], shapes, device, self.backend)
+        with torch.no_grad():
+            if whole not in _PROGRAMS:
+                began = time.monotonic()
+                _PROGRAMS[whole] = self._program(function, names, fixed + tensors)
+                self.seconds, self.num_programs = self.seconds + time.monotonic() - began, self.num_programs + 1
+            program = _PROGRAMS[whole]
+            if isinstance(program, str):
+                self._note(program)
+                return function({**held, **inputs})
+            if self.graphs and device.type == "cuda":
+                return self._graph((whole, id(held)), program, fixed, tensors)(tensors)
+            return program(fixed + tensors)
+
+    def _program(self, function: Function, names: list[str], tensors: list[Tensor]) -> Program | str:
+        def of_tensors(*tensors: Tensor) -> Outputs:
+            return function(dict(zip(names, tensors, strict=True)))
+
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the compiler, about itself
+                from torch._dynamo.backends.registry import lookup_backend  # it takes a second, and not everybody compiles
+                from torch.fx.experimental.proxy_tensor import make_fx
+
+                trace = make_fx(of_tensors, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
+                trace.graph.eliminate_dead_code()
+                trace.recompile()
+                compiled = cast(Any, lookup_backend(self.backend))(trace, tensors)
+                compiled(*tensors)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a compiler fails at, the function itself can be run
+            return f"it runs uncompiled, because the compiler failed: {_first_line(error)}"
+        return lambda tensors: tuple(compiled(*tensors))
+
+    def _graph(self, key: Hashable, program: Program, fixed: list[Tensor], tensors: list[Tensor]) -> Program:
+        if key not in self._graphs:
+            began = time.monotonic()
+            try:
+                self._graphs[key] = _graphed(program, fixed, tensors)
+            except RuntimeError as error:
+                self._note(f"it runs without CUDA graphs: {_first_line(error)}")
+                self._graphs[key] = lambda tensors: program(fixed + tensors)
+            self.seconds += time.monotonic() - began
+        return self._graphs[key]
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
+
+
+@contextmanager
+def narrow_products(on: bool) -> Generator[None]:
+    """On a GPU, products of float32 matrices take numbers of 11 bits and add in float32: exact for what was bfloat16."""
+    products = torch.backends.cuda.matmul
+    if not on or not torch.cuda.is_available():
+        yield
+        return
+    try:
+        name, before, narrow = "allow_tf32", products.allow_tf32, True
+    except RuntimeError:  # PyTorch has two settings for the same, and refuses to read one where the other was written
+        name, before, narrow = "fp32_precision", products.fp32_precision, "tf32"
+    setattr(products, name, narrow)
+    try:
+        yield
+    finally:
+        setattr(products, name, before)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+
+
+def _graphed(program: Program, fixed: list[Tensor], tensors: list[Tensor]) -> Program:
+    """The program as a CUDA graph. What comes out is overwritten by the next call, so it is handed out as a copy."""
+    stream, static = torch.cuda.Stream(), [tensor.clone() for tensor in tensors]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            program(fixed + static)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = program(fixed + static)
+
+    def replay(tensors: list[Tensor]) -> Outputs:
+        for place, now in zip(static, tensors, strict=True):
+            place.copy_(now)
+        graph.replay()
+        return tuple(out.clone() for out in outputs)
+
+    return replay
+
+
+class _Only:
+    """Something of which nothing is known but that it is itself. It is kept, so that nobody else gets its place."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Only) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def anatomy(value: Any, seen: dict[int, tuple[int, Any]] | None = None) -> Hashable:
+    """What a model, a function or a setting is made of besides the numbers in its parameters and buffers.
+
+    Two values of equal anatomy compute the same of the same tensors. What is not known to be equal counts as different.
+
+    >>> anatomy(nn.Linear(3, 2)) == anatomy(nn.Linear(3, 2)) != anatomy(nn.Linear(3, 2, bias=False))
+    True
+    """
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device | torch.Size):
+        return type(value), value
+    if isinstance(value, type | types.ModuleType | types.BuiltinFunctionType | Enum | Tensor):
+        return _Only(value)
+    seen = {} if seen is None else seen
+    if id(value) in seen:
+        return "seen", seen[id(value)][0]
+    seen[id(value)] = len(seen), value  # which is kept while others are looked at, so that none of them gets its place
+
+    def inside(*parts: Any) -> Hashable:
+        return type(value), *(anatomy(part, seen) for part in parts)
+
+    if isinstance(value, list | tuple):
+        return inside(*cast(list[Any], value))
+    if isinstance(value, set | frozenset):
+        names = cast(set[Any], value)
+        return (type(value), frozenset(names)) if all(isinstance(name, str | int) for name in names) else _Only(value)
+    if isinstance(value, dict):
+        fields = cast(dict[Any, Any], value)
+        return inside(*fields.keys(), *fields.values())
+    if isinstance(value, nn.Module):
+        tensors = (*value._parameters.items(), *value._buffers.items())  # pyright: ignore[reportPrivateUsage]
+        named = tuple((name, x if x is None else (tuple(x.shape), x.dtype)) for name, x in tensors)
+        return named, inside(*((name, part) for name, part in vars(value).items() if name not in ("_parameters", "_buffers")))
+    if isinstance(value, types.FunctionType):
+        cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
+        return value.__code__, _Only(value.__globals__), inside(value.__defaults__, value.__kwdefaults__, cells)
+    if isinstance(value, types.MethodType):
+        return inside(value.__func__, value.__self__)
+    if isinstance(value, partial):
+        return inside(value.func, value.args, value.keywords)
+    plain = type(value).__new__ is object.__new__ and not any("__slots__" in vars(kind) for kind in type(value).__mro__)
+    return inside(vars(value)) if plain else _Only(value)

@@ -1,0 +1,405 @@
+"""However the clipped sums are taken (by factors, compiled, in pieces, in bfloat16), they are those of a loop over records."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dpfed import FashionMini, FedAvg, FlatModel, Gaussian, Plain, Recipe, Simulation, algorithms, run
+from dpfed.algorithm import Round
+from dpfed.compiled import Compiler
+from dpfed.data import batch
+from dpfed.engines.memory import demand, plan
+from dpfed.engines.padding import shape_of
+from dpfed.engines.simulation import Batches, Job, SimulationEngine, train_clients
+from dpfed.flat import Records
+from dpfed.privacy import Clipping, Sums, survey
+from tests.paper.world import MECHANISMS, job, trained
+
+S, B, T, CLASSES = 2, 4, 5, 3
+ONE_STEP = {"SGD", "Adam", "AdamBC", "AdamW", "AdamWBC", "MicroAdam"}
+
+
+class Tokens(nn.Module):
+    """A table with a row that is not trained, a layer over five tokens, attention of torch's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 8, padding_idx=0)
+        self.wide, self.attention = nn.Linear(8, 64), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.table(x)
+        return self.head(self.norm(self.wide(self.attention(tokens, tokens, tokens)[0])).mean(1))
+
+
+class Twice(nn.Module):
+    """One weight in two products, another also outside of any, and a table that is also the weight of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.same, self.seen = nn.Embedding(40, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 40)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.same(self.same(self.table(x)).tanh())
+        return self.head(self.seen(inner).mean(1) + 0.1 * self.seen.weight.sum(1))
+
+
+def pictures() -> nn.Module:
+    first = nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Tanh(), nn.Conv2d(4, 24, 3, stride=2, bias=False)
+    return nn.Sequential(
+        *first, nn.Conv2d(24, 24, 2, dilation=2), nn.Conv2d(24, 24, 1, groups=2), nn.Flatten(), nn.Linear(96, 3)
+    )
+
+
+def rows() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = {
+    "rows": (rows, (6,), {"0.weight", "2.weight"}),
+    "tokens": (Tokens, (T,), {"table.weight", "wide.weight", "head.weight"}),
+    "twice": (Twice, (2,), {"same.weight"}),
+    "pictures": (pictures, (2, 9, 9), {"4.weight", "7.weight"}),
+}
+
+
+def world(name: str, dtype: torch.dtype = torch.float64) -> tuple[FlatModel, Tensor, Records, Tensor]:
+    """A model, a row of parameters for every client, their batches and a mask."""
+    build, shape, _ = MODELS[name]
+    torch.manual_seed(0)
+
+    def augment(example: Records, key: Tensor) -> Records:
+        x = example["x"]
+        return example | {"x": x * (1 + key % 3) if x.is_floating_point() else (x + key % 3) % 40}
+
+    model = FlatModel(build().to(dtype), augment=augment)
+    theta = model.theta0() + 0.1 * torch.randn(S, model.num_parameters, dtype=dtype)
+    ids = name in ("tokens", "twice")
+    x = torch.randint(0, 6, (S, B, *shape)) if ids else torch.randn(S, B, *shape, dtype=dtype)
+    examples = {"x": x, "y": torch.randint(0, CLASSES, (S, B)), "key": torch.randint(0, 99, (S, B))}
+    return model, theta, examples, torch.tensor([[True] * B, [True, False, True, False]])
+
+
+def surveyed(model: FlatModel, examples: Records, dtype: torch.dtype | None = None) -> Sums:
+    seen = survey(model, {name: column[0, 0] for name, column in examples.items()}, dtype, times_smaller=1)
+    return Sums(model, seen, dtype, model.frozen(dtype))
+
+
+def by_hand(
+    model: FlatModel, points: Any, examples: Records, mask: Tensor, clip: float, clipping: str, only: slice, variants: int
+) -> Tensor:
+    """Record after record, with plain autograd."""
+    from dpfed.keyed import fold
+
+    totals = torch.zeros(S, len(range(*only.indices(model.num_parameters))), dtype=torch.float64)
+    sizes = [len(range(*only.indices(model.num_parameters)))]
+    if clipping == "block":
+        from dpfed.privacy import tensors_within
+
+        sizes = tensors_within(model.layout.sizes, only)
+    for s in range(S):
+        for b in mask[s].nonzero().flatten().tolist():
+            g = torch.zeros(model.num_parameters, dtype=torch.float64)
+            for factor, theta in points:
+                for variant in range(variants):
+                    record = {name: column[s, b] for name, column in examples.items()}
+                    record["key"] = record["key"] if variants == 1 else fold(record["key"], variant)
+                    point = theta[s].clone().requires_grad_()
+                    [own] = torch.autograd.grad(model.loss(model.layout.views(point), record), point)
+                    g += factor * own / variants
+            for piece, place in zip(g[only].split(sizes), totals[s].split(sizes), strict=True):
+                bound, norm = clip / math.sqrt(len(sizes)), piece.norm()
+                place += piece * (bound / (norm + 0.01) if clipping == "automatic" else min(1.0, float(bound / norm)))
+    return totals
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("clipping", "num_points", "only", "variants"),
+    [
+        ("flat", 1, slice(None), 1),
+        ("block", 2, slice(None), 1),
+        ("automatic", 2, slice(7, 200), 1),
+        ("flat", 1, slice(3, None), 2),
+    ],
+)
+def test_sums_are_those_of_a_loop(name: str, clipping: Clipping, num_points: int, only: slice, variants: int) -> None:
+    model, theta, examples, mask = world(name)
+    points = [(1.0, theta), (-0.7, theta.flip(0))][:num_points]
+    expected = by_hand(model, points, examples, mask, 0.3, clipping, only, variants)
+    for sums in (surveyed(model, examples), Sums(model)):
+        found, _ = sums.clipped(points, examples, mask, 0.3, clipping, only, variants)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+    plain = [own.plain(points, examples, mask, only, variants) for own in (surveyed(model, examples), Sums(model))]
+    torch.testing.assert_close(
+        plain[0], by_hand(model, points, examples, mask, 1e9, "flat", only, variants), rtol=1e-9, atol=1e-11
+    )
+    torch.testing.assert_close(plain[0], plain[1], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_only_whole_gradients_are_taken_by_factors(name: str) -> None:
+    """What is also used outside of a product is not; what is used in several products is, where that is less."""
+    model, _, examples, _ = world(name)
+    assert set(surveyed(model, examples).survey.uses) == MODELS[name][2]
+
+
+def test_a_norm_by_factors_is_never_below_the_true_one() -> None:
+    """Rows that cancel: then the Gram matrices' rounding error is larger than what is left, and has to be counted."""
+    torch.manual_seed(0)
+    model = FlatModel(nn.Linear(300, 200, bias=False), lambda out, target: (out * target).sum())
+    x, y = torch.randn(40, 30, 300), torch.randn(40, 30, 200)
+    opposite = torch.cat([x, x * (1 + 1e-4 * torch.randn(40, 30, 300))], 1), torch.cat([y, -y], 1)
+    points, mask = [(1.0, model.theta0().unsqueeze(0))], torch.ones(1, 40, dtype=torch.bool)
+    for (inside, outside), most in ((opposite, math.inf), ((x, y), 1.001)):
+        examples = {"x": inside.unsqueeze(0), "y": outside.unsqueeze(0)}
+        sums = surveyed(model, examples)
+        assert sums.survey.uses
+        _, norms = sums.clipped(points, examples, mask, 1.0)
+        exact = torch.linalg.matrix_norm(examples["y"].double().mT @ examples["x"].double())
+        assert bool((norms >= exact * (1 - 1e-6)).all())
+        assert float((norms / exact).max()) < most
+    alone = ((opposite[0] @ opposite[0].mT) * (opposite[1] @ opposite[1].mT)).sum((1, 2))
+    exact = torch.linalg.matrix_norm(opposite[1].double().mT @ opposite[0].double()).square()
+    assert bool((alone < 0.5 * exact).any()), "without the bound on the rounding, norms would be far too small"
+
+
+@pytest.mark.parametrize("name", [name if name == "tokens" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS])
+def test_programs_and_half_precision_give_the_same(name: str) -> None:
+    """A program to rounding; bfloat16 to its 8 bits, and never beyond the clip."""
+    model, theta, examples, mask = world(name, torch.float32)
+    compiler = Compiler("aot_eager")
+    for dtype, tolerance in ((None, 1e-5), (torch.bfloat16, 0.05)):
+        expected, lengths = Sums(model).clipped([(1.0, theta)], examples, mask, 0.3)
+        for how in (compiler, Sums(model).run):
+            found, norms = replace(surveyed(model, examples, dtype), run=how).clipped([(1.0, theta)], examples, mask, 0.3)
+            assert found.dtype == norms.dtype == torch.float32
+            assert float((found - expected).norm() / expected.norm()) < tolerance
+            assert float(((norms - lengths) / lengths).abs().max()) < tolerance
+    assert (compiler.num_programs, compiler.notes) == (2, [])
+
+
+@pytest.mark.parametrize("name", algorithms.__all__)
+def test_every_algorithm_trains_the_same_as_a_program(name: str) -> None:
+    work = job(getattr(algorithms, name)())._replace(cohort=3)
+    steps = 1 if name in ONE_STEP else 2
+    eager = trained(work, steps, engine=Simulation(device="cpu").open)
+    programs = trained(work, steps, engine=lambda job: Simulation(device="cpu", compile="yes").open(job, "aot_eager"))
+    for here, there in zip(eager, programs, strict=True):
+        torch.testing.assert_close(here.theta, there.theta, rtol=1e-11, atol=1e-11)
+
+
+def test_programs_are_made_once_for_all_methods_on_a_task() -> None:
+    """Poisson batches of whatever size need two shapes, further recipes and models of the same kind none."""
+    made = []
+    for algorithm in (FedAvg(lr=1.0), algorithms.FedAdamW(), algorithms.LocalAdamW()):
+        model, federation = FashionMini(num_clients=6).build(1)
+        work = Job(model, federation, algorithm, Gaussian(sigma=1.0, batch_size=9), 0, cohort=4)
+        engine = Simulation(device="cpu", compile="yes").open(work, "aot_eager")
+        s = algorithm.server_init(model.theta0(), model.layout)
+        for t in range(6):
+            engine.train(Round(t, 1.0, 3, model.layout), s, [0, 1, 3, 5][: 4 - t % 2])
+        assert engine._compiler is not None
+        made.append(engine._compiler.num_programs)
+        assert "compiled; 4 of 4 clients" in engine.description
+    assert made == [2, 0, 0]
+
+
+def test_without_a_compiler_it_runs_all_the_same() -> None:
+    model, theta, examples, mask = world("rows")
+    compiler = Compiler("no such backend")
+    found = [
+        replace(surveyed(model, examples), run=own).plain([(1.0, theta)], examples, mask) for own in (compiler, Sums(model).run)
+    ]
+    assert found[0].equal(found[1])
+    replace(surveyed(model, examples), run=compiler).plain([(2.0, theta)], examples, mask)
+    [note] = compiler.notes
+    assert note.startswith("it runs uncompiled, because the compiler failed: ")
+
+
+def test_a_run_says_how_it_was_computed(tmp_path: Any) -> None:
+    recipe = Recipe(FashionMini(num_clients=4), FedAvg(lr=1.0), Plain(batch_size=4), rounds=1, local_steps=1, cohort=2)
+    record = run(replace(recipe, engine=Simulation(device="cpu")), tmp_path / "run")
+    assert record.environment["engine"].startswith("float32, eager; 2 of 2 clients x 4 of 4 records at once")
+
+
+# Batches
+
+
+def test_batches_hold_what_was_drawn_in_few_shapes() -> None:
+    """Every record once, whatever is padded, split or overflows; and at most two shapes."""
+    work = job(FedAvg(), replace(MECHANISMS["private"], batch_size=3))
+    t, shapes = Round(2, 1.0, 30, work.model.layout), set[Any]()
+    for num_rows, at_once in ((3, None), (5, None), (3, 2)):
+        clients = [1, 3, 4]
+        batches = Batches(work, clients, t, num_rows, at_once)
+        for k in range(30):
+            found: dict[int, list[Tensor]] = {i: [] for i in clients}
+            for examples, mask, which in batches.parts(k, 0):
+                shapes.add((num_rows, at_once, mask.shape))
+                for row, i in enumerate(range(len(mask)) if which is None else which.tolist()):
+                    if mask[row].any():
+                        found[clients[i]].append(examples["x"][row][mask[row]])
+            for i in clients:
+                own = work.federation.clients[i]
+                drawn = batch(work.seed, 2, i, k, num_examples=len(own), batch_size=3, sampling="poisson")
+                expected = work.federation.records["x"][own[drawn]]
+                together = torch.cat([*found[i], expected[:0]])
+                assert together.equal(expected)
+    assert len(shapes) <= 6
+    assert len({shape for rows, at_once, shape in shapes if (rows, at_once) == (3, None)}) == 2
+
+
+@pytest.mark.parametrize(("batch_size", "num_clients"), [(1, 4), (16, 5), (50, 10), (32, 1), (16, 100)])
+def test_little_is_computed_in_vain(batch_size: int, num_clients: int) -> None:
+    shape = shape_of(batch_size, num_clients, "poisson", 100_000)
+    sizes = torch.poisson(torch.full((2000, num_clients), float(batch_size)), torch.Generator().manual_seed(0))
+    over = ((sizes - shape.first) / shape.further).ceil().clamp(min=0)
+    calls = sum(((over > j).sum(1) / shape.rows).ceil() for j in range(50))
+    computed = num_clients * shape.first + (calls * shape.rows * shape.further).mean()
+    assert computed < num_clients * (batch_size + 2 * math.sqrt(batch_size))
+    assert calls.mean() < 2
+
+
+# Nobody waits
+
+
+class _NoWaiting(TorchFunctionMode):
+    """On a GPU each of these waits until all that was asked for is done."""
+
+    def __torch_function__(self, func: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        assert getattr(func, "__name__", "") not in {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__"}
+        return func(*given, **(named or {}))
+
+
+class _NoNumbers(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*given, **(named or {}))
+
+
+@contextmanager
+def nobody_waits() -> Iterator[None]:
+    with _NoWaiting(), _NoNumbers():
+        yield
+
+
+def test_the_trap_catches() -> None:
+    for look in (lambda x: x.item(), lambda x: x.tolist(), bool, float):
+        with pytest.raises(AssertionError), nobody_waits():
+            look(torch.ones(()))
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("name", algorithms.__all__)
+def test_nobody_waits_inside_a_round(name: str, mechanism: str) -> None:
+    work = job(getattr(algorithms, name)(), MECHANISMS[mechanism])
+    t = Round(0, 1.0, 1 if name in ONE_STEP else 3, work.model.layout)
+    s = work.algorithm.server_init(work.model.theta0(), work.model.layout)
+    batches, sums = Batches(work, [0, 2, 4], t, 3), Sums(work.model)
+    for draw in (0, 1):
+        batches.parts(0, draw)
+    with pytest.MonkeyPatch.context() as patch, nobody_waits():
+        patch.setattr("dpfed.engines.simulation.Batches", lambda *given: batches)  # drawn on the CPU before
+        train_clients(work, t, s, [0, 2, 4], {}, sums=sums)
+
+
+# Memory
+
+
+def vit_base() -> nn.Module:
+    """The parameters and products of ViT-B/16 at 224 pixels, without any memory behind them."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v, self.out = (nn.Linear(768, 768) for _ in range(4))
+            self.widen, self.narrow = nn.Linear(768, 3072), nn.Linear(3072, 768)
+            self.before, self.after = nn.LayerNorm(768), nn.LayerNorm(768)
+
+        def forward(self, x: Tensor) -> Tensor:
+            inner = self.before(x)
+            q, k, v = (f(inner).unflatten(-1, (12, 64)).transpose(1, 2) for f in (self.q, self.k, self.v))
+            x = x + self.out(((q @ k.mT * 0.125).softmax(-1) @ v).transpose(1, 2).flatten(2))
+            return x + self.narrow(nn.functional.gelu(self.widen(self.after(x))))
+
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(768, 768), *(Block() for _ in range(12)), _Mean(), nn.Linear(768, 100))
+
+
+class _Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+def test_all_of_a_vit_base_fits_in_40_gib() -> None:
+    """86 million parameters, 5 clients of 16 records in Poisson batches, all at once; materialised it would be 65 GB more."""
+    model = FlatModel(vit_base())
+    assert 85e6 < model.num_parameters < 87e6
+    example = {"x": torch.empty(197, 768, device="meta"), "y": torch.zeros((), dtype=torch.long, device="meta")}
+    seen = survey(model, example, torch.bfloat16)
+    assert len(seen.uses) == 1 + 12 * 6 + 1
+    need = demand(model.layout, seen, torch.bfloat16)
+    width = shape_of(16, 5, "poisson", 1000).first
+    found = plan(need, 5, width, 40 * 2**30)
+    assert (found.clients, found.records) == (5, width)
+    assert 20 * 2**30 < found.num_bytes < 40 * 2**30
+    assert plan(need, 5, width, 12 * 2**30).clients == 1
+
+
+def test_every_plan_gives_the_same() -> None:
+    work = job(FedAvg(lr=0.5), replace(MECHANISMS["private"], sampling="fixed"))
+    s = work.algorithm.server_init(work.model.theta0(), work.model.layout)
+    need = demand(
+        work.model.layout, SimulationEngine(work, Simulation(device="cpu"), torch.device("cpu"))._sums.survey, torch.float64
+    )
+    deltas, plans = [], set[tuple[int, int]]()
+    for fit in (100, 12, 6, 3, 1):
+        gib = (need.per_client * max(1, fit // 6) + fit * need.per_record) / 2**30
+        engine = Simulation(device="cpu", memory_gib=gib * 1.001).open(work)
+        found = engine._plan(3)
+        plans.add((found.clients, found.records))
+        deltas.append(engine.train(Round(0, 1.0, 3, work.model.layout), s, [1, 2, 4])[0].delta)
+        torch.testing.assert_close(deltas[-1], deltas[0], rtol=1e-12, atol=1e-13)
+    assert len(plans) >= 4
+
+
+LARGE = """
+import resource, torch
+from torch import nn
+from dpfed import *
+from dpfed.algorithm import Round
+from dpfed.engines.simulation import Job
+layers = [nn.Sequential(nn.Linear(2048, 2048), nn.Tanh()) for _ in range(4)]
+model = FlatModel(nn.Sequential(nn.Linear(1024, 2048), *layers, nn.Linear(2048, 10)))
+assert model.num_parameters > 18_000_000
+federation = iid((torch.randn(200, 1024), torch.randint(10, (200,))), 5)
+job = Job(model, federation, FedAdamW(), Gaussian(sigma=1.0, batch_size=16), 0, cohort=5)
+engine = Simulation(device="cpu").open(job)
+s = job.algorithm.server_init(model.theta0(), model.layout)
+u, _ = engine.train(Round(0, 1.0, 2, model.layout), s, [0, 1, 2, 3, 4])
+job.algorithm.server_step(s, u, Round(0, 1.0, 2, model.layout))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow
+def test_twenty_million_parameters_fit_in_8_gib_on_a_cpu() -> None:
+    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", LARGE], capture_output=True, text=True, check=True)
+    unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
+    assert int(ran.stdout) * unit < 8 * 2**30
