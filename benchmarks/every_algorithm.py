@@ -89,7 +89,8 @@ def runs(chosen: argparse.Namespace, known: dict[tuple[Any, ...], Any]) -> Itera
 
     def run(at: Column, lr: float, seed: int) -> dict[str, Any]:
         algorithm = getattr(algorithms, at.name)(lr=lr)
-        settings = {"cohort": chosen.cohort, "seed": seed, "evaluate_every": at.rounds, "engine": Simulation(chosen.device)}
+        engine = Simulation(chosen.device, chosen.memory, precision=chosen.precision, compile=chosen.compile)
+        settings = {"cohort": chosen.cohort, "seed": seed, "evaluate_every": at.rounds, "engine": engine}
         recipe = Recipe(task, algorithm, at.mechanism, at.rounds, at.local_steps, **settings)
         where = {"task": "".join(chosen.task), "name": at.name, "column": at.column, "lr": lr, "seed": seed}
         return where | tried(recipe, chosen.limit)
@@ -147,6 +148,9 @@ def main() -> None:
     words.add_argument("--budget", type=float, default=math.inf, help="seconds for all; the last run may end later")
     words.add_argument("--only", nargs="*", help="some of the algorithms")
     words.add_argument("--device", default="auto")
+    words.add_argument("--memory", type=float, help="GiB in flight")
+    words.add_argument("--precision", default="float32", choices=("float32", "bfloat16"))
+    words.add_argument("--compile", default="no", choices=("auto", "yes", "no"), help="many short runs are over before it pays")
     chosen = words.parse_args()
     if chosen.task != "fashion":
         chosen.task = tuple(chosen.task.split(":"))

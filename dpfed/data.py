@@ -67,7 +67,7 @@ def keyed(random: torch.Generator, number: int) -> torch.Generator:
         return random.manual_seed(number)
     state = TWISTER.clone()
     words = np.frombuffer(hashlib.shake_128(number.to_bytes(8, "little")).digest(4 * 624), np.uint32)
-    state.numpy()[24 : 24 + 8 * 624].view(np.uint64)[:] = words
+    state[24 : 24 + 8 * 624].view(torch.long)[:] = torch.from_numpy(words.astype(np.int64))
     return random.set_state(state)
 
 

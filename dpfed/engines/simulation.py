@@ -141,10 +141,12 @@ class SimulationEngine:
         chosen = self._planned if self._compiler else self._plan(len(cohort))
         weights = client_weights(self.job, cohort)
         total, receipts = None, list[Receipt]()
-        way: dict[str, Any] = {"sums": self._sums, "num_rows": chosen.clients if self._compiler else None}
         for start in range(0, len(cohort), chosen.clients):
             clients = cohort[start : start + chosen.clients]
-            uploads, memory, spent = train_matrix(self.job, t, s, clients, self.memory, cohort, chosen.records, **way)
+            setting: dict[str, Any] = {"sums": self._sums, "num_rows": chosen.clients if self._compiler else None}
+            uploads, memory, spent = train_matrix(
+                self.job, t, s, clients, self.memory, cohort, records_at_once=chosen.records, **setting
+            )
             total = weighted_rows(weights[start : start + chosen.clients], uploads, total)
             self.memory.update(memory)
             receipts += spent
@@ -193,13 +195,10 @@ def train_clients(
     clients: list[int],
     memory: dict[int, Tree],
     cohort: list[int] | None = None,
-    *,
-    records_at_once: int | None = None,
-    num_rows: int | None = None,
-    sums: Sums | None = None,
+    **setting: Any,
 ) -> tuple[list[Tree], dict[int, Tree], list[Receipt]]:
     """One round of some clients of a cohort, with an upload each."""
-    uploads, kept, receipts = train_matrix(job, t, s, clients, memory, cohort, records_at_once)
+    uploads, kept, receipts = train_matrix(job, t, s, clients, memory, cohort, **setting)
     return rows(uploads, len(clients)), kept, receipts
 
 
@@ -210,6 +209,7 @@ def train_matrix(
     clients: list[int],
     memory: dict[int, Tree],
     cohort: list[int] | None = None,
+    *,
     records_at_once: int | None = None,
     num_rows: int | None = None,
     sums: Sums | None = None,
@@ -222,8 +222,7 @@ def train_matrix(
     cohort = clients if cohort is None else cohort
     sums = Sums(job.model, surveyed(job)) if sums is None else sums
     device, held = s.theta.device, job.federation.sizes
-    expected = [[expected_size(job.mechanism, held[i])] for i in clients]
-    sizes = torch.tensor(expected, dtype=s.theta.dtype).to(device)
+    sizes = torch.tensor([[expected_size(job.mechanism, held[i])] for i in clients], dtype=s.theta.dtype).to(device)
     batches = Batches(job, clients, t, num_rows or len(clients), records_at_once)
     gradients: list[PrivateGradient] = []
     own: Tensor | float = (
@@ -339,25 +338,26 @@ class Batches:
         return Part(examples if chunk.keys is None else examples | {"key": chunk.keys}, mask, chunk.rows)
 
     def _draw(self, k: int, draw: int) -> list[_Chunk]:
-        job, t, clients, shares = self._job, self._t, self._clients, self._job.federation.shares
-        mechanism, (first, further, rows), num_padding = job.mechanism, self._shape, self._num_rows - len(clients)
-        sizes, starts = [shares.sizes[i] for i in clients], torch.tensor([shares.starts[i] for i in clients])
-        chosen, counts = data.batches(job.seed, t.index, clients, k, sizes, mechanism.batch_size, mechanism.sampling, draw)
-        lengths: list[int] = counts.tolist()
-        num_columns = first + further * max(0, math.ceil((max(lengths) - first) / max(1, further)))
-        row = torch.arange(len(clients)).repeat_interleave(counts)
+        job, t, num_clients = self._job, self._t.index, len(self._clients)
+        mechanism, shares = job.mechanism, job.federation.shares
+        sizes, starts = [shares.sizes[i] for i in self._clients], torch.tensor([shares.starts[i] for i in self._clients])
+        chosen, counts = data.batches(job.seed, t, self._clients, k, sizes, mechanism.batch_size, mechanism.sampling, draw)
+        (first, further, rows), most = self._shape, int(counts.max())
+        num_columns = first + further * max(0, math.ceil((most - first) / max(1, further)))
+        index, keys = torch.zeros(2, self._num_rows, num_columns, dtype=torch.long)
+        row = torch.arange(num_clients).repeat_interleave(counts)
         column = torch.arange(len(chosen)) - (counts.cumsum(0) - counts)[row]
-        index = (~shares.rows[starts]).unsqueeze(1).repeat(1, num_columns)
+        index[:num_clients] = ~shares.rows[starts].unsqueeze(1)
         index[row, column] = shares.rows[starts[row] + chosen]
-        keys = torch.zeros(self._num_rows, num_columns, dtype=torch.long)
         if job.model.needs_key:
-            names = torch.tensor([data.key(job.seed, "record", t.index, i, k, draw) for i in clients])
+            names = torch.tensor([data.key(job.seed, "record", t, i, k, draw) for i in self._clients])
             keys[row, column] = fold(names[row], chosen)
-        index = torch.cat([index, _padding(index[:1]).expand(num_padding, -1)])
-        everyone = torch.arange(self._num_rows) % len(clients) if num_padding else None
+        index[num_clients:] = _padding(index[0, 0])
+        padded = self._num_rows > num_clients
+        everyone = torch.arange(self._num_rows) % num_clients if padded else None
         chunks = [_Chunk(index[:, some], keys[:, some], everyone) for some in self._pieces(first)]
         for low in range(first, num_columns, max(1, further)):
-            over = [place for place, length in enumerate(lengths) if length > low]
+            over = [place for place, count in enumerate(counts.tolist()) if count > low]
             for start in range(0, len(over), rows):
                 here = torch.tensor((over[start : start + rows] + over[:1] * rows)[:rows])
                 mine, own = index[here, low : low + further], keys[here, low : low + further]

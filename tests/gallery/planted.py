@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpfed import FedAdamW, Gaussian, Plain, Scaffold, forecast, rounds
+from dpfed import FedAdamW, Gaussian, Plain, Scaffold, forecast, mechanism, rounds
 from dpfed.algorithm import Gradient, Round
 from dpfed.algorithms import fed_adamw, scaffold
 from dpfed.engines import simulation
@@ -208,14 +208,13 @@ def prices(change: Callable[[Event], Event], queries: Callable[[Any], Any] = lam
     """The same wrong price in the plan and in the receipts, so that they agree."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        right = simulation.events
+        right = mechanism.events
 
-        def wrong(mechanism: Any, num_examples: int, asked: Any, *rest: Any) -> Counter[Event]:
-            charged = right(mechanism, num_examples, queries(asked), *rest)
+        def wrong(by: Any, num_examples: int, asked: Any, *rest: Any) -> Counter[Event]:
+            charged = right(by, num_examples, queries(asked), *rest)
             return Counter({change(event): count for event, count in charged.items()})
 
-        patch.setattr(simulation, "events", wrong)
-        patch.setattr(forecast, "events", wrong)
+        patch.setattr(mechanism, "events", wrong)
 
     return plant
 

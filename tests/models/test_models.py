@@ -31,11 +31,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "i
 
 
 def moved(module: nn.Module) -> nn.Module:
-    """Away from the start, where B = 0 and A has no gradient."""
+    """Away from the start, where B = 0 and A has no gradient; not so far that rounding is blown up on its way through."""
     torch.manual_seed(1)
     with torch.no_grad():
         for p in module.parameters():
-            p.add_(0.1 * torch.randn(p.shape))
+            p.add_(0.05 * torch.randn(p.shape))
     return module
 
 
