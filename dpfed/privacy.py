@@ -331,7 +331,7 @@ def _clipped(sums: Sums, asked: Asked, inputs: Inputs) -> Outputs:
         factors = [inputs[f"factor.{number}"] for number in range(asked.num_points)]
         pieces = [_difference(factors, [grads[name] for grads in points]) for name in points[0]]
         norms = [piece.norms() for piece in pieces]
-        whole = torch.linalg.vector_norm(torch.stack(norms), dim=0)
+        whole = torch.stack(norms).square().sum(0).sqrt()
         bounds = [(norm, clip / math.sqrt(len(pieces))) for norm in norms] if asked.clipping == "block" else [(whole, clip)]
         totals: list[Tensor] = []
         for piece, (norm, bound) in zip(pieces, bounds * (len(pieces) // len(bounds)), strict=True):
@@ -459,7 +459,7 @@ def lengths(x: Tensor) -> Tensor:
     whole = x[..., : num_blocks * BLOCK].unflatten(-1, (num_blocks, BLOCK))
     rest = x[..., num_blocks * BLOCK :]
     both = torch.cat([torch.linalg.vector_norm(whole, dim=-1), rest], dim=-1)
-    return torch.linalg.vector_norm(both.double(), dim=-1).to(x.dtype)
+    return both.double().square().sum(-1).sqrt().to(x.dtype)  # torch 2.11 traces vector_norm of an axis of length 1 wrongly
 
 
 def shrinkage(norms: Tensor, clip: Tensor | float, clipping: Clipping) -> Tensor:
