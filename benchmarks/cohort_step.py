@@ -13,10 +13,12 @@ import time
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import opacus
+import peft
 import torch
 import tyro
 from opacus import GradSampleModule
@@ -24,11 +26,13 @@ from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from dpfed import FashionMini, FedAvg, Federation, FlatModel, Gaussian, InputError, Plain
+from dpfed import FashionMini, FedAvg, Federation, FlatModel, Gaussian, InputError, Plain, iid
 from dpfed.algorithm import Round
 from dpfed.data import generator
 from dpfed.engines.simulation import Job, Simulation, SimulationEngine
 from dpfed.flat import Records, cross_entropy
+from dpfed.models.transformer import configuration, image_classifier
+from dpfed.models.tuning import lora
 from dpfed.privacy import Mechanism, Part, PrivateGradient
 
 LR, CLIP, SIGMA, CLASSES, SIDE = 0.01, 1.0, 1.0, 10, 14
@@ -93,7 +97,49 @@ def cnn() -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (1, SIDE, SIDE)), *first, *second, nn.Flatten(), nn.Linear(32 * 9, CLASSES))
 
 
-WORKLOADS: dict[str, Callable[[], nn.Module]] = {"linear": linear, "mlp": mlp, "cnn": cnn, "transformer": SmallTransformer}
+def vit_tiny(ordinary: bool = False) -> nn.Module:
+    """ViT-Tiny on 8 x 8 patches of 4 x 4 pixels (65 tokens), with PEFT's LoRA of rank 16 on all linear layers.
+
+    ``ordinary``: as transformers and PEFT have it without dpfed, in their fastest way.
+    """
+    classifier = image_classifier(configuration("vit-tiny", image_size=32, patch_size=4), 100, dropout=0.0)
+    if not ordinary:
+        return lora(classifier, targets="all-linear")
+    model: Any = classifier.model
+    model.set_attn_implementation("sdpa")
+    linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and name != "classifier"]
+    setting = {"r": 16, "lora_alpha": 32, "target_modules": linear, "modules_to_save": ["classifier"]}
+    classifier.model = peft.get_peft_model(model, peft.LoraConfig(**setting))
+    return classifier
+
+
+def fashion(num_clients: int, batch_size: int) -> Federation:
+    return FashionMini(num_clients=num_clients).build(0)[1]
+
+
+def noise_pictures(num_clients: int, batch_size: int) -> Federation:
+    """Twice a batch for every client. What a step costs does not depend on what the pictures show."""
+    random = torch.Generator().manual_seed(0)
+    num = 2 * num_clients * batch_size
+    return iid((torch.randn(num, 3, 32, 32, generator=random), torch.randint(100, (num,), generator=random)), num_clients)
+
+
+class Workload(NamedTuple):
+    """``ordinary``: the same model of the same weights, as the others train it, where that is another module."""
+
+    build: Callable[[], nn.Module]
+    federation: Callable[[int, int], Federation] = fashion
+    ordinary: Callable[[], nn.Module] | None = None
+    sizes: tuple[tuple[int, int], ...] = ((10, 32), (5, 16))
+
+
+WORKLOADS = {
+    "linear": Workload(linear),
+    "mlp": Workload(mlp),
+    "cnn": Workload(cnn),
+    "transformer": Workload(SmallTransformer),
+    "vit-tiny": Workload(vit_tiny, noise_pictures, partial(vit_tiny, ordinary=True), ((5, 16),)),
+}
 
 
 class Cohort(NamedTuple):
@@ -103,6 +149,7 @@ class Cohort(NamedTuple):
     federation: Federation
     theta: Tensor
     examples: Records
+    ordinary: nn.Module
 
     @property
     def num_clients(self) -> int:
@@ -118,15 +165,18 @@ class Cohort(NamedTuple):
         return Simulation(device="cpu").open(job)
 
 
-def prepare(build: Callable[[], nn.Module], num_clients: int, batch_size: int) -> Cohort:
-    _, federation = FashionMini(num_clients=num_clients).build(0)
+def prepare(work: Workload, num_clients: int, batch_size: int) -> Cohort:
+    federation = work.federation(num_clients, batch_size)
     if batch_size > min(federation.sizes):
         raise InputError(f"records: {batch_size} a client, but the smallest of them has {min(federation.sizes)}. Ask for less.")
     torch.manual_seed(0)
-    model = FlatModel(build())
+    model = FlatModel(work.build())
     theta = model.theta0() + 0.01 * torch.randn(num_clients, model.num_parameters)
     chosen = torch.stack([rows[:batch_size] for rows in federation.clients])
-    return Cohort(model, federation, theta, {name: column[chosen] for name, column in federation.records.items()})
+    examples = {name: column[chosen] for name, column in federation.records.items()}
+    ordinary = model.module if work.ordinary is None else work.ordinary()
+    ordinary.load_state_dict(model.module.state_dict())
+    return Cohort(model, federation, theta, examples, ordinary)
 
 
 def dpfed_step(cohort: Cohort, mechanism: Mechanism) -> Callable[[], Tensor]:
@@ -156,12 +206,12 @@ def dpfed_step(cohort: Cohort, mechanism: Mechanism) -> Callable[[], Tensor]:
 
 def modules(cohort: Cohort) -> list[nn.Module]:
     """Every client's own copy of the module, with the client's parameters."""
-    copies = [deepcopy(cohort.model.module).train() for _ in range(cohort.num_clients)]
+    copies = [deepcopy(cohort.ordinary).train() for _ in range(cohort.num_clients)]
     for module, row in zip(copies, cohort.theta, strict=True):
         views = cohort.model.layout.views(row)
         with torch.no_grad():
-            for name, parameter in module.named_parameters():
-                parameter.copy_(views[name])
+            for name, view in views.items():
+                module.get_parameter(name).copy_(view)
     return copies
 
 
@@ -206,7 +256,8 @@ def check(cohort: Cohort) -> str:
         cross_entropy(module(x), y).backward()
         norms.append(torch.cat([p.grad_sample.flatten(1) for p in optimizer.params], dim=1).norm(dim=1))
         optimizer.clip_and_accumulate()
-        summed = {name.removeprefix("_module."): p.summed_grad for name, p in module.named_parameters()}
+        trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        summed = {name.removeprefix("_module."): p.summed_grad for name, p in trained}
         theirs.append(cohort.model.layout.flatten(summed))
     error = max(float((a - b).norm() / b.norm()) for a, b in zip(ours, theirs, strict=True))
     if not error < 1e-5:
@@ -244,10 +295,8 @@ def quartiles(values: Tensor) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def report(
-    title: str, build: Callable[[], nn.Module], size: tuple[int, int], num_turns: int, clock: Callable[[], float]
-) -> None:
-    cohort = prepare(build, *size)
+def report(title: str, size: tuple[int, int], num_turns: int, clock: Callable[[], float]) -> None:
+    cohort = prepare(WORKLOADS[title], *size)
     print(f"\n{title}: {size[0]} clients x {size[1]} records, d = {cohort.model.num_parameters:,}; {check(cohort)}", flush=True)
     private = Gaussian(sigma=SIGMA, clip=CLIP, batch_size=size[1], sampling="fixed")
     contestants: dict[str, Step] = {
@@ -282,8 +331,8 @@ def processor() -> str:
 
 
 def main(
-    clients: tuple[int, ...] = (10, 5),
-    records: tuple[int, ...] = (32, 16),
+    clients: tuple[int, ...] = (),
+    records: tuple[int, ...] = (),
     workloads: tuple[str, ...] = tuple(WORKLOADS),
     repeat: int = 15,
     threads: int = 0,
@@ -292,9 +341,9 @@ def main(
     """Time one private step of a cohort.
 
     Args:
-        clients: clients of the cohort; one number for every size to be timed.
+        clients: clients of the cohort; one number for every size to be timed. None: what is usual for the workload.
         records: records of every client's batch; one number for every size to be timed.
-        workloads: which of linear, mlp, cnn, transformer.
+        workloads: which of linear, mlp, cnn, transformer, vit-tiny.
         repeat: how many turns each contestant gets.
         threads: of torch; 0 leaves it to torch.
         clock: wall, or cpu for the CPU seconds of this process: steadier while others use the machine, fair with one thread.
@@ -309,8 +358,8 @@ def main(
     print(f"{machine}; torch {torch.__version__}, Opacus {opacus.__version__}, float32")
     print(f"medians of {repeat} turns by the {clock} clock; ratios are medians of the ratios of the same turn")
     for name in workloads:
-        for size in zip(clients, records, strict=True):
-            report(name, WORKLOADS[name], size, repeat, {"wall": time.perf_counter, "cpu": time.process_time}[clock])
+        for size in zip(clients, records, strict=True) if clients else WORKLOADS[name].sizes:
+            report(name, size, repeat, {"wall": time.perf_counter, "cpu": time.process_time}[clock])
 
 
 if __name__ == "__main__":

@@ -53,8 +53,8 @@ def generator(seed: int | None, purpose: str, *numbers: int, device: torch.devic
     return keyed(torch.Generator(device), key(seed, purpose, *numbers))
 
 
-TWISTER = torch.Generator().manual_seed(0).get_state()
-"""A Mersenne twister that is about to draw its first number: three numbers, then the 624 words of its state in 8 bytes each."""
+TWISTER = torch.Generator().manual_seed(0).get_state().numpy().view(np.int64).copy()
+"""A Mersenne twister that is about to draw its first number: three numbers, the 624 words of its state, and the rest."""
 
 
 def keyed(random: torch.Generator, number: int) -> torch.Generator:
@@ -65,10 +65,9 @@ def keyed(random: torch.Generator, number: int) -> torch.Generator:
     """
     if random.device.type != "cpu":
         return random.manual_seed(number)
-    state = TWISTER.clone()
-    words = np.frombuffer(hashlib.shake_128(number.to_bytes(8, "little")).digest(4 * 624), np.uint32)
-    state[24 : 24 + 8 * 624].view(torch.long)[:] = torch.from_numpy(words.astype(np.int64))
-    return random.set_state(state)
+    state = TWISTER.copy()
+    state[3 : 3 + 624] = np.frombuffer(hashlib.shake_128(number.to_bytes(8, "little")).digest(4 * 624), np.uint32)
+    return random.set_state(torch.from_numpy(state.view(np.uint8)))
 
 
 def batches(

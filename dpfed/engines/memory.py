@@ -16,6 +16,8 @@ from dpfed.privacy import Survey, num_in_factors
 
 STATES = 12  # vectors of theta's length a client has at once: parameters, moments, sum, noise, and what lies between
 CACHE = 2**25  # bytes in flight at once that a CPU likes best; measured (benchmarks/NOTES.md)
+WORTHWHILE = 32  # records in a call, below which what it costs whatever is in it weighs more than caches; measured, too
+MOST = 2**30  # bytes for those
 
 
 class Demand(NamedTuple):
@@ -40,6 +42,15 @@ def demand(layout: Layout, survey: Survey, dtype: torch.dtype, num_variants: int
     numbers = sum(num_in_factors(uses[part.name], part.shape) if part.name in uses else part.size for part in layout.parts)
     own = layout.num_coordinates * (STATES * max(4, dtype.itemsize) + dtype.itemsize)
     return Demand(own, 2 * numbers * dtype.itemsize + num_variants * survey.num_saved, len(layout.parts), len(uses))
+
+
+def cache(need: Demand) -> float:
+    """Bytes of records in flight that suit a CPU: what its caches hold, or more where a call would be of few records only.
+
+    >>> [cache(Demand(per_client=0, per_record=num)) // num for num in (2**16, 2**22, 2**27)]
+    [512, 32, 8]
+    """
+    return max(CACHE, min(WORTHWHILE * need.per_record, MOST))
 
 
 def plan(

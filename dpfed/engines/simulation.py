@@ -17,7 +17,7 @@ from dpfed import data
 from dpfed.algorithm import Algorithm, Counted, Round, Tree, client_round, leaves, like, rows, tree_map, weighted_rows
 from dpfed.compiled import Compiler, directly
 from dpfed.data import Federation
-from dpfed.engines.memory import CACHE, Plan, demand, plan
+from dpfed.engines.memory import Plan, cache, demand, plan
 from dpfed.engines.padding import Shape, shape_of
 from dpfed.errors import InputError
 from dpfed.flat import FlatModel, Records
@@ -115,7 +115,7 @@ class SimulationEngine:
         elif device.type == "cuda":
             self._budget = torch.cuda.mem_get_info(device)[0] / 2
         else:
-            self._cache = CACHE
+            self._cache = cache(self._need)
         self._planned = self._plan(job.cohort)
         if self._compiler and device.type == "cuda":
             self._compiler.graphs = self._planned.num_bytes < self._budget / 4  # what a graph holds, nothing else can use
