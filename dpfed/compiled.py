@@ -11,7 +11,8 @@ from __future__ import annotations
 import time
 import types
 import warnings
-from collections.abc import Callable, Generator, Hashable, Mapping
+from collections import Counter
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -45,15 +46,19 @@ def directly(key: Hashable, function: Function, held: Held, inputs: Inputs) -> O
 class Compiler:
     """Runs functions as compiled programs, on a GPU with ``graphs`` as one launch instead of hundreds.
 
+    ``backend``: of torch.compile; eager leaves the trace as it is: the same operations one by one, to the same bits.
+    ``patience``: a function is run as it is for so many calls of the same shapes, so that what is soon over waits for nothing.
     ``seconds`` went into making ``num_programs`` programs; ``notes`` say what did not work.
     """
 
     backend: str = "inductor"
     graphs: bool = False
+    patience: int = 0
     seconds: float = 0.0
     num_programs: int = 0
     notes: list[str] = field(default_factory=list[str])
     _graphs: dict[Hashable, Program] = field(default_factory=dict[Hashable, Program], repr=False)
+    _calls: Counter[Hashable] = field(default_factory=Counter[Hashable], repr=False)
     _shapes: dict[int, tuple[Held, int]] = field(default_factory=dict[int, tuple[Held, int]], repr=False)
 
     def __call__(self, key: Hashable, function: Function, held: Held, inputs: Inputs) -> Outputs:
@@ -71,6 +76,9 @@ class Compiler:
             self._shapes[id(held)] = held, number_of(tuple((name, x.shape, x.dtype) for name, x in held.items()))
         shapes = tuple((name, x.shape, x.dtype) for name, x in zip(inputs, tensors, strict=True))
         whole = (key, self._shapes[id(held)][1], shapes, device, self.backend)
+        if whole not in _PROGRAMS and self._calls[whole] < self.patience:
+            self._calls[whole] += 1
+            return function({**held, **inputs})
         with torch.no_grad():
             if whole not in _PROGRAMS:
                 began = time.monotonic()
@@ -91,19 +99,25 @@ class Compiler:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the compiler, about itself
-                from torch._dynamo.backends.registry import lookup_backend  # it takes a second, and not everybody compiles
                 from torch.fx.experimental.proxy_tensor import make_fx
 
                 trace = make_fx(of_tensors, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
                 trace.graph.eliminate_dead_code()
                 trace.recompile()
-                compiled = cast(Any, lookup_backend(self.backend))(trace, tensors)
+                compiled = self._compiled(trace, tensors)
                 compiled(*tensors)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a compiler fails at, the function itself can be run
             return f"it runs uncompiled, because the compiler failed: {_first_line(error)}"
         return lambda tensors: tuple(compiled(*tensors))
+
+    def _compiled(self, trace: Any, tensors: list[Tensor]) -> Callable[..., Iterable[Tensor]]:
+        if self.backend == "eager":
+            return trace
+        from torch._dynamo.backends.registry import lookup_backend  # it takes a second, and not everybody compiles
+
+        return cast(Any, lookup_backend(self.backend))(trace, tensors)
 
     def _graph(self, key: Hashable, program: Program, fixed: list[Tensor], tensors: list[Tensor]) -> Program:
         if key not in self._graphs:

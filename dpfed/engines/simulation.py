@@ -27,6 +27,8 @@ from dpfed.mechanism import Mechanism, calibrated_sigma, expected_size, protecti
 from dpfed.privacy import Part, PrivateGradient, Sums, Survey, clipped_upload, survey
 from dpfed.secure import secure_noise
 
+PATIENCE = 500  # calls, after which a trace pays on a CPU: it takes what 50 to 600 calls save (benchmarks/NOTES.md)
+
 
 class Job(NamedTuple):
     """All that clients need to know of a run besides the server's state.
@@ -64,7 +66,8 @@ class Simulation:
         clients_at_once: rows of the matrix; by default as many as the memory allows. Matrix products round differently for
             other heights: with 1, the results have the same bits as those of clients that train one by one elsewhere.
         precision: of the models' forward and backward passes. Parameters, norms, sums, noise and moments keep float32.
-        compile: yes: every step is one compiled program, made once for a model and its shapes. auto: yes on a GPU.
+        compile: yes: every step is one compiled program, made once for a model and its shapes. auto: yes on a GPU; on a CPU,
+            what has been called 500 times is traced, which changes no bit of the results.
     """
 
     device: str = "auto"
@@ -103,9 +106,9 @@ class SimulationEngine:
         self.job = job._replace(model=model, federation=job.federation.to(device, dtype))
         self.device, self._settings = device, settings
         self.memory = dict[int, Tree]()
-        self._compiler = None
-        if settings.compile == "yes" or (settings.compile == "auto" and device.type == "cuda"):
-            self._compiler = Compiler(backend)
+        self._compiled = settings.compile == "yes" or (settings.compile == "auto" and device.type == "cuda")
+        traced = Compiler("eager", patience=PATIENCE) if settings.compile == "auto" else None
+        self._compiler = Compiler(backend) if self._compiled else traced
         held = model.frozen(dtype) if dtype or self._compiler else Records()
         self._sums = Sums(model, self._survey(dtype), dtype, held, self._compiler or directly)
         self._need = demand(model.layout, self._sums.survey, dtype or model.theta0().dtype, job.mechanism.augmentations)
@@ -117,13 +120,14 @@ class SimulationEngine:
         else:
             self._cache = cache(self._need)
         self._planned = self._plan(job.cohort)
-        if self._compiler and device.type == "cuda":
+        if self._compiler and self._compiled and device.type == "cuda":
             self._compiler.graphs = self._planned.num_bytes < self._budget / 4  # what a graph holds, nothing else can use
 
     @property
     def description(self) -> str:
         """How it trains, in one line."""
-        how = "eager" if self._compiler is None else "compiled, with CUDA graphs" if self._compiler.graphs else "compiled"
+        graphs = self._compiler is not None and self._compiler.graphs
+        how = "compiled, with CUDA graphs" if graphs else "compiled" if self._compiled else "eager"
         return f"{self._settings.precision}, {how}; {self._planned.text}"
 
     @property
@@ -138,12 +142,12 @@ class SimulationEngine:
 
     def train(self, t: Round, s: Tree, cohort: list[int]) -> tuple[Tree, list[Receipt]]:
         """The weighted mean of the cohort's uploads, summed in client order, and the receipts of what it cost."""
-        chosen = self._planned if self._compiler else self._plan(len(cohort))
+        chosen = self._planned if self._compiled else self._plan(len(cohort))
         weights = client_weights(self.job, cohort)
         total, receipts = None, list[Receipt]()
         for start in range(0, len(cohort), chosen.clients):
             clients = cohort[start : start + chosen.clients]
-            setting: dict[str, Any] = {"sums": self._sums, "num_rows": chosen.clients if self._compiler else None}
+            setting: dict[str, Any] = {"sums": self._sums, "num_rows": chosen.clients if self._compiled else None}
             uploads, memory, spent = train_matrix(
                 self.job, t, s, clients, self.memory, cohort, records_at_once=chosen.records, **setting
             )

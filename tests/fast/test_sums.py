@@ -17,9 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpfed import FashionMini, FedAvg, FlatModel, Gaussian, Plain, Recipe, Simulation, algorithms, run
-from dpfed.algorithm import Round
+from dpfed.algorithm import Round, leaves
 from dpfed.compiled import Compiler
 from dpfed.data import batch
+from dpfed.engines import simulation
 from dpfed.engines.memory import demand, plan
 from dpfed.engines.padding import shape_of
 from dpfed.engines.simulation import Batches, Job, SimulationEngine, train_clients
@@ -204,6 +205,27 @@ def test_every_algorithm_trains_the_same_as_a_program(name: str) -> None:
         torch.testing.assert_close(here.theta, there.theta, rtol=1e-11, atol=1e-11)
 
 
+def test_what_is_called_often_is_traced_and_keeps_every_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, by default; not before it was called so often with the same shapes. Frozen weights are no part of a trace."""
+    monkeypatch.setattr(simulation, "PATIENCE", 2)
+    torch.manual_seed(0)
+    for made in (True, False):
+        module = nn.Sequential(nn.Linear(196, 8).requires_grad_(False), nn.Tanh(), nn.Linear(8, 10))
+        model, federation = FlatModel(module), FashionMini(num_clients=4).build(1)[1]
+        mechanism = Gaussian(sigma=1.0, batch_size=9, sampling="fixed")
+        work = Job(model, federation, FedAvg(lr=1.0), mechanism, 0, cohort=4)
+        traced, eager = (Simulation(device="cpu", compile=how).open(work) for how in ("auto", "no"))
+        s = work.algorithm.server_init(model.theta0(), model.layout)
+        for t in range(6):
+            found, expected = (engine.train(Round(t, 1.0, 1, model.layout), s, [0, 1, 2, 3])[0] for engine in (traced, eager))
+            for (_, here), (_, there) in zip(leaves(found), leaves(expected), strict=True):
+                assert here.equal(there)
+            assert traced._compiler is not None
+            assert traced._compiler.num_programs == (0 if t < 2 or not made else 1)
+        assert traced.description == eager.description
+        assert traced.notes == []
+
+
 def test_programs_are_made_once_for_all_methods_on_a_task() -> None:
     """Poisson batches of whatever size need two shapes, further recipes and models of the same kind none."""
     made = []
@@ -383,7 +405,7 @@ LARGE = """
 import resource, torch
 from torch import nn
 from dpfed import *
-from dpfed.algorithm import Round
+from dpfed.algorithm import Round, leaves
 from dpfed.engines.simulation import Job
 layers = [nn.Sequential(nn.Linear(2048, 2048), nn.Tanh()) for _ in range(4)]
 model = FlatModel(nn.Sequential(nn.Linear(1024, 2048), *layers, nn.Linear(2048, 10)))
