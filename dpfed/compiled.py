@@ -96,7 +96,7 @@ class Compiler:
 
                 trace = make_fx(of_tensors, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
                 trace.graph.eliminate_dead_code()
-                trace.recompile()
+                reshaping(trace)
                 compiled = cast(Any, lookup_backend(self.backend))(trace, tensors)
                 compiled(*tensors)
         except torch.OutOfMemoryError:
@@ -119,6 +119,14 @@ class Compiler:
     def _note(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
+
+
+def reshaping(trace: torch.fx.GraphModule) -> None:
+    """A compiler may give what is computed other strides than the trace saw; what was a view then has to be copied."""
+    for node in trace.graph.nodes:
+        if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+            node.target = torch.ops.aten.reshape.default
+    trace.recompile()
 
 
 @contextmanager
