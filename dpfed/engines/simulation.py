@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
@@ -273,14 +273,16 @@ def _bounded(mechanism: Mechanism, uploads: Tree, t: Round, num_clients: int) ->
     return Counted(bounded, within) if mechanism.clipping == "adaptive" else bounded
 
 
-_surveys: WeakKeyDictionary[FlatModel, Survey] = WeakKeyDictionary()
+_surveys: WeakKeyDictionary[FlatModel, dict[Hashable, Survey]] = WeakKeyDictionary()
 
 
 def surveyed(job: Job) -> Survey:
-    """What one record's way through the model is made of; looked at once."""
-    if job.model not in _surveys:
-        _surveys[job.model] = survey(job.model, first_record(job))
-    return _surveys[job.model]
+    """What one record's way through the model is made of; looked at once for records of one shape."""
+    record, known = first_record(job), _surveys.setdefault(job.model, {})
+    shapes = tuple((name, x.shape, x.dtype, x.device) for name, x in record.items())
+    if shapes not in known:
+        known[shapes] = survey(job.model, record)
+    return known[shapes]
 
 
 def first_record(job: Job) -> Records:
@@ -352,9 +354,9 @@ class Batches:
         if job.model.needs_key:
             names = torch.tensor([data.key(job.seed, "record", t, i, k, draw) for i in self._clients])
             keys[row, column] = fold(names[row], chosen)
-        index[num_clients:] = _padding(index[0, 0])
-        padded = self._num_rows > num_clients
-        everyone = torch.arange(self._num_rows) % num_clients if padded else None
+        whose = torch.arange(self._num_rows) % num_clients
+        index[num_clients:] = _padding(index[whose[num_clients:], :1])
+        everyone = whose if self._num_rows > num_clients else None
         chunks = [_Chunk(index[:, some], keys[:, some], everyone) for some in self._pieces(first)]
         for low in range(first, num_columns, max(1, further)):
             over = [place for place, count in enumerate(counts.tolist()) if count > low]
