@@ -22,8 +22,8 @@ from dpfed.algorithm import Round
 from dpfed.compiled import Compiler, anatomy
 from dpfed.data import batch, iid
 from dpfed.engines.memory import demand, plan
-from dpfed.engines.padding import shape_of
-from dpfed.engines.simulation import Batches, Job, SimulationEngine, train_clients
+from dpfed.engines.padding import Batches, shape_of
+from dpfed.engines.simulation import Job, SimulationEngine, train_clients
 from dpfed.engines.simulation import surveyed as surveyed_of
 from dpfed.flat import Records
 from dpfed.privacy import Clipping, Sums, survey
