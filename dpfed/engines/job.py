@@ -11,7 +11,7 @@ from dpfed.mechanism import Mechanism
 
 
 class Job(NamedTuple):
-    """``seed``: what batches and noise are keyed by in a simulation. None in a deployment: they are secret then, never repeated.
+    """``seed``: what batches and noise are keyed by in a simulation. None in a deployment: secret then, never repeated.
     ``factors``: what sigma is multiplied by for every client of the federation; none: 1.
     ``cohort``: the expected size of a cohort, by which uploads are divided where clients are the unit.
     """
