@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,11 +73,13 @@ def test_the_ready_made_tasks_run_as_commands(tmp_path: Path, capsys: pytest.Cap
     """Shortened, on small data and with small models in place of FOLDER."""
     pytest.importorskip("transformers")
     size = {"hidden_size": 24, "num_hidden_layers": 1, "intermediate_size": 48}
-    image_classifier(configuration("vit-tiny", **size, image_size=32, patch_size=16), 10).model.save_pretrained("cifar100")
+    vit: Any = image_classifier(configuration("vit-tiny", **size, image_size=32, patch_size=16), 10).model
+    vit.save_pretrained("cifar100")
     Path("cifar100/preprocessor_config.json").write_text('{"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}')
     words = Path("bert/vocab.txt").read_text()
     made = configuration("bert-base", **size, num_attention_heads=2, vocab_size=len(words.split()))
-    text_classifier(made, 2).model.save_pretrained("rte")
+    bert: Any = text_classifier(made, 2).model
+    bert.save_pretrained("rte")
     Path("rte/vocab.txt").write_text(words)
     runs = [command for command in COMMANDS if command.startswith("dpfed run")]
     assert len(runs) == 3
