@@ -244,7 +244,9 @@ class Sums:
     def _identity(self) -> int:
         model = self.model
         parts = model.layout.parts, tuple(self.survey.uses.items())
-        return number_of((anatomy((model.module, model.criterion, model.augment)), parts, self.dtype))
+        module, tensors = model.module, (*model.module.parameters(), *model.module.buffers())
+        given = [x for x in tensors if self.held or x.requires_grad]
+        return number_of((anatomy((module, model.criterion, model.augment), given), parts, self.dtype))
 
     @cached_property
     def _frozen(self) -> Records:
