@@ -21,7 +21,7 @@ from rich.table import Table
 from dpfed.errors import InputError
 
 HELP = {
-    "run quickstart": "compare three private methods on real pictures, in about a minute",
+    "run quickstart": "compare three private methods on real pictures, in less than a minute",
     "run quickstart --rounds 5": "change any field of the recipe; --help behind it shows all of them",
     "run fashion/DP-FedAdamW --algorithm.gamma 0.25 --mechanism.epsilon 3 --engine.device cuda": "any method on any task",
     "data RECIPE": "who holds what: a table and a picture",
@@ -348,12 +348,12 @@ def _audit(words: list[str]) -> None:
         console.print(
             "usage: [cyan]dpfed audit RECIPE|METHOD [--trials 4000] [--confidence 0.999] [--one-run] [--FIELD VALUE ...][/cyan]"
             "\n\nThe running code is attacked: a record with a known, huge gradient (a canary) is put into half of the trials, "
-            "and who\nsees all that is released has to tell the halves apart. What that proves is a lower bound on epsilon. "
-            "Above the claim\nit refutes it, and the exit code is 1. Below, it is no proof that the claim holds, but says how "
+            "and who sees all that is released has to tell the halves apart. What that proves is a lower bound on epsilon. "
+            "Above the claim it refutes it, and the exit code is 1. Below, it is no proof that the claim holds, but says how "
             "near an attacker comes.\n\n"
             "[cyan]RECIPE[/cyan], such as fashion/DP-FedAdamW: the client that it charges most, with its rate, rounds, steps.\n"
             "[cyan]METHOD[/cyan], such as DP-SGD: one step of one client, all records in the batch; change that by "
-            "[cyan]--rounds[/cyan],\n[cyan]--local-steps[/cyan], [cyan]--task.num-examples[/cyan], "
+            "[cyan]--rounds[/cyan], [cyan]--local-steps[/cyan], [cyan]--task.num-examples[/cyan], "
             "[cyan]--mechanism.batch-size[/cyan] and any other field.\n"
             "[cyan]--one-run[/cyan]: a single run of many canaries, instead of many trials of one.\n"
             "[cyan]--trials[/cyan]: more of them prove more, and take longer; with --one-run, the number of canaries."
@@ -412,6 +412,9 @@ def _list(words: list[str]) -> None:
 
     def show() -> None:
         """The recipes, tasks, data sets, algorithms and mechanisms."""
+        tasks: dict[str, list[str]] = {}
+        for name, make in catalogue.TASKS.items():
+            tasks.setdefault(_summary(make()), []).append(name)
         sections = {
             "Recipes  (dpfed run RECIPE)": [
                 ("quickstart", catalogue.quickstart.__doc__ or ""),
@@ -421,7 +424,7 @@ def _list(words: list[str]) -> None:
                     "the same with the mechanism of the released code of DP-FedAdamW, which is not private",
                 ),
             ],
-            "Tasks": [(name, _summary(make())) for name, make in catalogue.TASKS.items()],
+            "Tasks": [(", ".join(names), summary) for summary, names in tasks.items()],
             f"Data sets  (under {data_root()}; DPFED_DATA names another folder)": [
                 (data_set.name, "there" if data_set.is_there() else f"not there; from {data_set.source}")
                 for data_set in catalogue.DATA_SETS
@@ -508,7 +511,12 @@ def _train(started: list[tuple[Any, Any]], folder: Path) -> None:
         console.print(f"Engine   {text}")
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         bars = [
-            progress.add_task(record.recipe["name"], total=record.recipe["rounds"], completed=len(record.rows), now="waiting")
+            progress.add_task(
+                record.recipe["name"],
+                total=record.recipe["rounds"],
+                completed=len(record.rows),
+                now="done" if record.finished else "waiting",
+            )
             for record, _ in started
         ]
         for (record, rows), bar in zip(started, bars, strict=True):

@@ -8,6 +8,9 @@ says so.
 
 from __future__ import annotations
 
+import logging
+import sys
+import sysconfig
 import time
 import types
 import warnings
@@ -16,11 +19,12 @@ from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 Held = Mapping[str, Tensor]
 Inputs = Mapping[str, Tensor | float]
@@ -103,7 +107,7 @@ class Compiler:
 
                 trace = make_fx(of_tensors, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
                 trace.graph.eliminate_dead_code()
-                trace.recompile()
+                reshaping(trace)
                 compiled = self._compiled(trace, tensors)
                 compiled(*tensors)
         except torch.OutOfMemoryError:
@@ -133,6 +137,14 @@ class Compiler:
     def _note(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
+
+
+def reshaping(trace: torch.fx.GraphModule) -> None:
+    """A compiler may give what is computed other strides than the trace saw; what was a view then has to be copied."""
+    for node in trace.graph.nodes:
+        if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+            node.target = torch.ops.aten.reshape.default
+    trace.recompile()
 
 
 @contextmanager
@@ -191,26 +203,37 @@ class _Only:
         return id(self.value)
 
 
-def anatomy(value: Any, seen: dict[int, tuple[int, Any]] | None = None) -> Hashable:
-    """What a model, a function or a setting is made of besides the numbers in its parameters and buffers.
+def anatomy(value: Any, given: Iterable[Tensor] = ()) -> Hashable:
+    """What a model, a function or a setting is made of besides the numbers in tensors that are ``given`` to a program.
 
-    Two values of equal anatomy compute the same of the same tensors. What is not known to be equal counts as different.
+    Two values of equal anatomy compute the same of the same tensors. What is not known to be equal counts as different. Code
+    that is installed is taken to stay as it is; of one's own, the globals and attributes of classes it names count, too.
 
-    >>> anatomy(nn.Linear(3, 2)) == anatomy(nn.Linear(3, 2)) != anatomy(nn.Linear(3, 2, bias=False))
+    >>> one, other, further = (torch.nn.Linear(3, 2, bias=bias) for bias in (True, True, False))
+    >>> anatomy(one, one.parameters()) == anatomy(other, other.parameters()) != anatomy(further, further.parameters())
     True
     """
+    return _anatomy(value, {id(x): (number, tuple(x.shape), x.dtype) for number, x in enumerate(given)}, {})
+
+
+def _anatomy(value: Any, given: dict[int, Hashable], seen: dict[int, tuple[int, Any]]) -> Hashable:
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device | torch.Size):
         return type(value), value
-    if isinstance(value, type | types.ModuleType | types.BuiltinFunctionType | Enum | Tensor):
+    if isinstance(value, Tensor) and id(value) in given:
+        return "given", given[id(value)]
+    if isinstance(value, types.ModuleType | types.BuiltinFunctionType | Enum | Tensor):
         return _Only(value)
-    seen = {} if seen is None else seen
+    if isinstance(value, type) and _is_installed(value.__module__):
+        return _Only(value)
     if id(value) in seen:
         return "seen", seen[id(value)][0]
     seen[id(value)] = len(seen), value  # which is kept while others are looked at, so that none of them gets its place
 
     def inside(*parts: Any) -> Hashable:
-        return type(value), *(anatomy(part, seen) for part in parts)
+        return type(value), *(_anatomy(part, given, seen) for part in parts)
 
+    if isinstance(value, type):
+        return _Only(value), inside(*value.__bases__, *vars(value).items())
     if isinstance(value, list | tuple):
         return inside(*cast(list[Any], value))
     if isinstance(value, set | frozenset):
@@ -219,16 +242,35 @@ def anatomy(value: Any, seen: dict[int, tuple[int, Any]] | None = None) -> Hasha
     if isinstance(value, dict):
         fields = cast(dict[Any, Any], value)
         return inside(*fields.keys(), *fields.values())
-    if isinstance(value, nn.Module):
-        tensors = (*value._parameters.items(), *value._buffers.items())  # pyright: ignore[reportPrivateUsage]
-        named = tuple((name, x if x is None else (tuple(x.shape), x.dtype)) for name, x in tensors)
-        return named, inside(*((name, part) for name, part in vars(value).items() if name not in ("_parameters", "_buffers")))
     if isinstance(value, types.FunctionType):
         cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
-        return value.__code__, _Only(value.__globals__), inside(value.__defaults__, value.__kwdefaults__, cells)
+        names = () if _is_installed(value.__module__) else sorted(_names(value.__code__) & value.__globals__.keys())
+        outside = [(name, value.__globals__[name]) for name in names]
+        return value.__code__, _Only(value.__globals__), inside(value.__defaults__, value.__kwdefaults__, cells, outside)
     if isinstance(value, types.MethodType):
         return inside(value.__func__, value.__self__)
+    if isinstance(value, staticmethod | classmethod):
+        return inside(cast(Any, value).__func__)
+    if isinstance(value, property):
+        return inside(value.fget)
     if isinstance(value, partial):
         return inside(value.func, value.args, value.keywords)
-    plain = type(value).__new__ is object.__new__ and not any("__slots__" in vars(kind) for kind in type(value).__mro__)
-    return inside(vars(value)) if plain else _Only(value)
+    kind = type(value)
+    plain = hasattr(value, "__dict__") and kind.__new__ is object.__new__ and not isinstance(value, logging.Logger)
+    plain = plain and not any(vars(parent).get("__slots__") for parent in kind.__mro__)
+    return inside(kind, vars(value)) if plain else _Only(value)
+
+
+@cache
+def _is_installed(module: str) -> bool:
+    """Whether it is Python's own or lies where packages do; not what somebody is writing."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    places = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    return module.partition(".")[0] in (*sys.stdlib_module_names, *sys.builtin_module_names, "torch", __package__) or (
+        file is not None and any(Path(file).is_relative_to(place) for place in places)
+    )
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """What a function and those inside of it may take from outside."""
+    return {*code.co_names}.union(*(_names(part) for part in code.co_consts if isinstance(part, types.CodeType)))

@@ -182,6 +182,8 @@ def diagnostics_figure(records: Iterable[Run], path: str | Path) -> Path:
     with import_module("matplotlib").rc_context(STYLE | {"axes.grid.axis": "both"}):
         page = import_module("matplotlib.figure").Figure(figsize=(11, 7.5), layout="constrained")
         (variance, drift), (shape, clamped) = page.subplots(2, 2)
+        for axes in (variance, drift, clamped):
+            axes.xaxis.set_major_locator(import_module("matplotlib.ticker").MaxNLocator(6, integer=True))
         for number, method in enumerate(found):
             colour = COLOURS[number % len(COLOURS)]
             for axes, key, factor in ((variance, "v_variance", 1), (drift, "drift", 1), (clamped, "clamped", 100)):
@@ -199,9 +201,9 @@ def diagnostics_figure(records: Iterable[Run], path: str | Path) -> Path:
         heights = [bin for method in found for bin, share in enumerate(_last(method)) if share > 1e-4]
         if heights:
             shape.set_xlim(EDGES[max(0, min(heights) - 3)], EDGES[min(NUM_BINS, max(heights) + 4)])
-        for axes in (variance, drift):
+        for axes in (variance, drift, clamped):
             if not any(len(line.get_xdata()) for line in axes.lines):
-                axes.set_yscale("linear")
+                axes.set(yscale="linear", xticks=(), yticks=(), xlabel="none of these methods has it", ylabel="")
             axes.tick_params(which="minor", left=False)
         page.legend(loc="outside lower center", ncols=min(4, len(found)), frameon=False)
         try:

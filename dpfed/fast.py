@@ -338,15 +338,15 @@ class _Sight(NamedTuple):
     finish: Callable[[Tensor], Tensor]
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> _Sight:
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> _Sight:
     def multiply(weight: Tensor) -> Tensor:
-        return functional.linear(x, weight, bias)
+        return functional.linear(input, weight, bias)
 
-    return _Sight("linear", x.reshape(-1, x.shape[-1]), multiply, _as_it_is)
+    return _Sight("linear", input.reshape(-1, input.shape[-1]), multiply, _as_it_is)
 
 
 def _convolution(
-    x: Tensor,
+    input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     stride: Any = 1,
@@ -354,10 +354,10 @@ def _convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> _Sight | None:
-    if groups != 1 or isinstance(padding, str) or x.dim() != 4:
+    if groups != 1 or isinstance(padding, str) or input.dim() != 4:
         return None
     twice = [(value, value) if isinstance(value, int) else tuple(value) for value in (stride, padding, dilation)]
-    seen = patches(x, weight.shape[2:], *twice)
+    seen = patches(input, weight.shape[2:], *twice)
 
     def multiply(weight: Tensor) -> Tensor:
         return functional.linear(seen, weight.permute(0, 2, 3, 1).flatten(1), bias)
@@ -369,7 +369,7 @@ def _convolution(
 
 
 def _table(
-    ids: Tensor,
+    input: Tensor,
     weight: Tensor,
     padding_idx: int | None = None,
     max_norm: float | None = None,
@@ -379,10 +379,10 @@ def _table(
 ) -> _Sight | None:
     if max_norm is not None or scale_grad_by_freq:
         return None
-    rows = ids if padding_idx is None else torch.where(ids == padding_idx % len(weight), -1, ids)
+    rows = input if padding_idx is None else torch.where(input == padding_idx % len(weight), -1, input)
 
     def multiply(weight: Tensor) -> Tensor:
-        return functional.embedding(ids, weight, padding_idx)
+        return functional.embedding(input, weight, padding_idx)
 
     return _Sight("table", rows.flatten(), multiply, _as_it_is)
 

@@ -308,11 +308,19 @@ class FlatModel:
         device = next(iter(weights.values())).device
         example = {name: column[0].to(device) for name, column in records.items()}
         shapes = {name: tuple(column.shape) for name, column in example.items()}
+        before = {name: (x, x._version) for name, x in self.module.named_buffers()}
         try:
             with torch.no_grad():
                 if self.needs_key:
                     self.loss(weights, example | {"key": torch.tensor(0, device=device)})
                 output = self.output(weights, example)
+                now = dict(self.module.named_buffers())
+                written = [name for name, (x, version) in before.items() if now.get(name) is not x or x._version != version]
+                if written:
+                    raise InputError(
+                        f"model: its forward pass writes to the buffer '{written[0]}'. What one record leaves there, the "
+                        "gradients of others would see, and no noise covers it. Leave the buffer as it is."
+                    )
                 if self.criterion is not cross_entropy:
                     loss = self.loss(weights, example)
                     if loss.numel() != 1:

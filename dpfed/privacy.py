@@ -58,6 +58,7 @@ from dpfed.mechanism import protection as protection
 
 ALL = slice(None)
 BLOCK = 512  # squares that are added up in the dtype of the gradients; what is beyond in float64
+NARROW = 2.0**-11  # relative error of a number that goes into a narrow product (`narrow_products`)
 STABLE = 0.01  # automatic clipping: added to the norm, so that a gradient near 0 is not blown up
 CLIP_STEP = 0.2  # adaptive clipping: of the logarithm of the threshold, for a share that is off by 1
 
@@ -244,7 +245,9 @@ class Sums:
     def _identity(self) -> int:
         model = self.model
         parts = model.layout.parts, tuple(self.survey.uses.items())
-        return number_of((anatomy((model.module, model.criterion, model.augment)), parts, self.dtype))
+        module, tensors = model.module, (*model.module.parameters(), *model.module.buffers())
+        given = [x for x in tensors if self.held or x.requires_grad]
+        return number_of((anatomy((module, model.criterion, model.augment), given), parts, self.dtype))
 
     @cached_property
     def _frozen(self) -> Records:
@@ -289,7 +292,7 @@ class Sums:
             inputs |= {f"theta.{number}": theta, f"factor.{number}": factor}
         inputs |= {f"example.{name}": column for name, column in examples.items()}
         key = self._identity, cast(Any, function).func.__name__, asked
-        with narrow_products(self.dtype is not None):
+        with narrow_products(self.dtype is not None and len(points) == 1):  # a difference of gradients is not of bfloat16
             return self.run(key, partial(function, asked), self._frozen, inputs)
 
 
@@ -369,18 +372,20 @@ class _Factors(NamedTuple):
 
     def norms(self) -> Tensor:
         """Never below the true norm. With several rows the sum of products may cancel, and its rounding error is then large
-        beside it: so that error's size is added, sqrt(in + out) eps (sum_l |x_l| |g_l|)^2."""
+        beside it: so that error's size is added, sqrt(in + out) eps (sum_l |x_l| |g_l|)^2. In bfloat16, so is what `total` may
+        lose by rounding scale times g."""
         x, g = self._wide()
         least, table = math.sqrt(torch.finfo(g.dtype).tiny), self.kind == "table"
         each = lengths(g).clamp(min=least)
         if not table:
             each = each * lengths(x).clamp(min=least)
+        slack = NARROW * each.sum(-1) if self.g.dtype == torch.bfloat16 else 0
         if x.shape[2] == 1:
-            return each.squeeze(-1)
+            return each.squeeze(-1) + slack
         alike = x.unsqueeze(-1) == x.unsqueeze(-2) if table else x @ x.transpose(-1, -2)
         found = (alike * (g @ g.transpose(-1, -2))).sum((-1, -2)).clamp(min=0)
         width = g.shape[-1] + (0 if table else x.shape[-1])
-        return (found + math.sqrt(width) * torch.finfo(g.dtype).eps * each.sum(-1).square()).sqrt()
+        return (found + math.sqrt(width) * torch.finfo(g.dtype).eps * each.sum(-1).square()).sqrt() + slack
 
     def total(self, scale: Tensor, usable: Tensor) -> Tensor:
         x, g = self._wide()

@@ -84,6 +84,7 @@ class RunRecord:
         self.recipe, self.environment = (_parse(read(self.path / name), self.path / name) for name in (RECIPE, ENVIRONMENT))
         for where, row in self._lines(ROWS):
             self.rows.append(self._checked(row, where))
+        charged_rounds = set[int]()
         for where, line in self._lines(LEDGER):
             try:
                 if math.isnan(self.delta):
@@ -96,10 +97,17 @@ class RunRecord:
                 events = Counter({Event.from_json(event): count for event, count in line["events"]})
                 charged = self.ledger.post(Receipt(client, line["t"], events) for client in line["clients"])
                 self._num_charges += sum(len(bill.clients) for bill in charged)
+                charged_rounds.add(line["t"])
             except (KeyError, TypeError, ValueError) as error:
                 raise InputError(f"{where}: this is no charge ({error}). Put the file back as it was.") from error
         if math.isnan(self.delta):
             raise InputError(f"{self.path / LEDGER}: its first line, the delta, is missing. Put the file back as it was.")
+        for row in self.rows:
+            if row.get("clients") and row["t"] not in charged_rounds:  # what was released was charged before
+                raise InputError(
+                    f"{self.path / LEDGER}: holds no charge for round {row['t']}, which {ROWS} says was trained. Put the file "
+                    "back as it was."
+                )
 
     @classmethod
     def open(cls, path: str | Path) -> RunRecord:

@@ -8,8 +8,15 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from dpfed import data
+from dpfed.algorithm import Round
 from dpfed.data import Sampling
+from dpfed.engines.job import Job
+from dpfed.keyed import fold
+from dpfed.privacy import Part
 
 CALL = (
     0.25  # what one further chunk costs whatever is in it, in expected batches of all clients; measured (benchmarks/NOTES.md)
@@ -62,3 +69,94 @@ def _calls(num_clients: int, chance: float, rows: int) -> float:
     logs = [math.lgamma(num_clients + 1) - math.lgamma(c + 1) - math.lgamma(num_clients - c + 1) for c in counts]
     chances = np.exp(np.array(logs) + counts * math.log(chance) + (num_clients - counts) * math.log1p(-chance))
     return float((chances * np.ceil(counts / rows)).sum())
+
+
+def batch_shape(job: Job, num_rows: int) -> Shape:
+    return shape_of(job.mechanism.batch_size, num_rows, job.mechanism.sampling, job.federation.shares.largest)
+
+
+class _Chunk(NamedTuple):
+    """Which records, ``~`` those that only pad; the records' own keys; and whose, if not everybody's."""
+
+    which: Tensor
+    keys: Tensor | None
+    rows: Tensor | None
+
+
+def _padding(index: Tensor) -> Tensor:
+    """The same records as mere padding."""
+    return ~torch.where(index >= 0, index, ~index)
+
+
+class Batches:
+    """The batches of some clients in one round, as padded, masked chunks of fixed shapes; nothing is ever cut off.
+
+    What a Poisson batch has beyond the first chunk runs in further ones, of some rows each. All that is drawn for the steps of
+    the round goes to the device in one piece; a record that only pads is one of the same client, and is masked.
+    """
+
+    def __init__(self, job: Job, clients: list[int], t: Round, num_rows: int, records_at_once: int | None = None) -> None:
+        self._job, self._clients, self._t, self._num_rows = job, clients, t, num_rows
+        self._at_once, shape = records_at_once or math.inf, batch_shape(job, num_rows)
+        self._shape = shape._replace(first=self._pieces(shape.first)[-1].stop, further=self._pieces(shape.further)[-1].stop)
+        self._drawn = dict[int, list[list[_Chunk]]]()
+
+    def parts(self, k: int, draw: int) -> list[Part]:
+        """The batch of step ``k``: gathered from the records, where they are."""
+        if draw not in self._drawn:
+            self._drawn[draw] = self._sent([self._draw(step, draw) for step in range(self._t.num_steps)])
+        return [self._part(chunk) for chunk in self._drawn[draw][k]]
+
+    def _pieces(self, width: int) -> list[slice]:
+        """Columns of equal width, few enough to be in flight at once, and at least so many together."""
+        num_pieces = max(1, math.ceil(width / self._at_once))
+        each = math.ceil(width / num_pieces)
+        return [slice(low, low + each) for low in range(0, num_pieces * each, max(1, each))] or [slice(0, 0)]
+
+    def _part(self, chunk: _Chunk) -> Part:
+        mask = chunk.which >= 0
+        index = torch.where(mask, chunk.which, ~chunk.which)
+        examples = {name: column[index] for name, column in self._job.federation.records.items()}
+        return Part(examples if chunk.keys is None else examples | {"key": chunk.keys}, mask, chunk.rows)
+
+    def _draw(self, k: int, draw: int) -> list[_Chunk]:
+        job, t, num_clients = self._job, self._t.index, len(self._clients)
+        mechanism, shares = job.mechanism, job.federation.shares
+        sizes, starts = [shares.sizes[i] for i in self._clients], torch.tensor([shares.starts[i] for i in self._clients])
+        chosen, counts = data.batches(job.seed, t, self._clients, k, sizes, mechanism.batch_size, mechanism.sampling, draw)
+        (first, further, rows), most = self._shape, int(counts.max())
+        num_columns = first + further * max(0, math.ceil((most - first) / max(1, further)))
+        index, keys = torch.zeros(2, self._num_rows, num_columns, dtype=torch.long)
+        row = torch.arange(num_clients).repeat_interleave(counts)
+        column = torch.arange(len(chosen)) - (counts.cumsum(0) - counts)[row]
+        index[:num_clients] = ~shares.rows[starts].unsqueeze(1)
+        index[row, column] = shares.rows[starts[row] + chosen]
+        if job.model.needs_key:
+            names = torch.tensor([data.key(job.seed, "record", t, i, k, draw) for i in self._clients])
+            keys[row, column] = fold(names[row], chosen)
+        whose = torch.arange(self._num_rows) % num_clients
+        index[num_clients:] = _padding(index[whose[num_clients:], :1])
+        everyone = whose if self._num_rows > num_clients else None
+        chunks = [_Chunk(index[:, some], keys[:, some], everyone) for some in self._pieces(first)]
+        for low in range(first, num_columns, max(1, further)):
+            over = [place for place, count in enumerate(counts.tolist()) if count > low]
+            for start in range(0, len(over), rows):
+                here = torch.tensor((over[start : start + rows] + over[:1] * rows)[:rows])
+                mine, own = index[here, low : low + further], keys[here, low : low + further]
+                mine[len(over) - start :] = _padding(mine[len(over) - start :])
+                chunks += [_Chunk(mine[:, some], own[:, some], here) for some in self._pieces(further)]
+        return chunks if job.model.needs_key else [chunk._replace(keys=None) for chunk in chunks]
+
+    def _sent(self, steps: list[list[_Chunk]]) -> list[list[_Chunk]]:
+        """The same chunks on the device, in one transfer that nobody waits for."""
+        device = self._job.federation.records["y"].device
+        if device.type == "cpu":
+            return steps
+        tensors = [x for step in steps for chunk in step for x in chunk if x is not None]
+        whole = torch.cat([x.flatten() for x in tensors]).pin_memory().to(device, non_blocking=True)
+        pieces = iter(whole.split([x.numel() for x in tensors]))
+
+        def moved(x: Tensor | None) -> Tensor | None:
+            return None if x is None else next(pieces).view(x.shape)
+
+        return [[chunk._make(map(moved, chunk)) for chunk in step] for step in steps]

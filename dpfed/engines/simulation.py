@@ -4,48 +4,29 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from dpfed import data
-from dpfed.algorithm import Algorithm, Counted, Round, Tree, client_round, leaves, like, rows, tree_map, weighted_rows
+from dpfed.algorithm import Counted, Round, Tree, client_round, leaves, like, rows, tree_map, weighted_rows
 from dpfed.compiled import Compiler, directly
-from dpfed.data import Federation
+from dpfed.engines.job import Job as Job
 from dpfed.engines.memory import Plan, cache, demand, plan
-from dpfed.engines.padding import Shape, shape_of
+from dpfed.engines.padding import Batches, batch_shape
 from dpfed.errors import InputError
 from dpfed.flat import FlatModel, Records
-from dpfed.keyed import fold
 from dpfed.ledger import Event, Receipt
 from dpfed.mechanism import Mechanism, calibrated_sigma, expected_size, protection, round_events
-from dpfed.privacy import Part, PrivateGradient, Sums, Survey, clipped_upload, survey
+from dpfed.privacy import PrivateGradient, Sums, Survey, clipped_upload, survey
 from dpfed.secure import secure_noise
 
 PATIENCE = 500  # calls, after which a trace pays on a CPU: it takes what 50 to 600 calls save (benchmarks/NOTES.md)
-
-
-class Job(NamedTuple):
-    """All that clients need to know of a run besides the server's state.
-
-    ``seed``: what batches and noise are keyed by in a simulation. None in a deployment: they are secret then, and never repeat.
-    ``factors``: what sigma is multiplied by for every client of the federation; none: 1. ``cohort``: the expected size of a
-    cohort, by which uploads are divided where clients are the unit.
-    """
-
-    model: FlatModel
-    federation: Federation
-    algorithm: Algorithm
-    mechanism: Mechanism
-    seed: int | None
-    weighting: Literal["uniform", "examples"] = "uniform"
-    factors: tuple[float, ...] = ()
-    cohort: int = 1
 
 
 class Engine(Protocol):
@@ -277,111 +258,22 @@ def _bounded(mechanism: Mechanism, uploads: Tree, t: Round, num_clients: int) ->
     return Counted(bounded, within) if mechanism.clipping == "adaptive" else bounded
 
 
-_surveys: WeakKeyDictionary[FlatModel, Survey] = WeakKeyDictionary()
+_surveys: WeakKeyDictionary[FlatModel, dict[Hashable, Survey]] = WeakKeyDictionary()
 
 
 def surveyed(job: Job) -> Survey:
-    """What one record's way through the model is made of; looked at once."""
-    if job.model not in _surveys:
-        _surveys[job.model] = survey(job.model, first_record(job))
-    return _surveys[job.model]
+    """What one record's way through the model is made of; looked at once for records of one shape."""
+    record, known = first_record(job), _surveys.setdefault(job.model, {})
+    shapes = tuple((name, x.shape, x.dtype, x.device) for name, x in record.items())
+    if shapes not in known:
+        known[shapes] = survey(job.model, record)
+    return known[shapes]
 
 
 def first_record(job: Job) -> Records:
     """One record, of which only the shapes matter."""
     record = {name: column[0] for name, column in job.federation.records.items()}
     return record | {"key": record["y"].new_zeros((), dtype=torch.long)} if job.model.needs_key else record
-
-
-def batch_shape(job: Job, num_rows: int) -> Shape:
-    return shape_of(job.mechanism.batch_size, num_rows, job.mechanism.sampling, job.federation.shares.largest)
-
-
-class _Chunk(NamedTuple):
-    """Which records, ``~`` those that only pad; the records' own keys; and whose, if not everybody's."""
-
-    which: Tensor
-    keys: Tensor | None
-    rows: Tensor | None
-
-
-def _padding(index: Tensor) -> Tensor:
-    """The same records as mere padding."""
-    return ~torch.where(index >= 0, index, ~index)
-
-
-class Batches:
-    """The batches of some clients in one round, as padded, masked chunks of fixed shapes; nothing is ever cut off.
-
-    What a Poisson batch has beyond the first chunk runs in further ones, of some rows each. All that is drawn for the steps of
-    the round goes to the device in one piece; a record that only pads is one of the same client, and is masked.
-    """
-
-    def __init__(self, job: Job, clients: list[int], t: Round, num_rows: int, records_at_once: int | None = None) -> None:
-        self._job, self._clients, self._t, self._num_rows = job, clients, t, num_rows
-        self._at_once, shape = records_at_once or math.inf, batch_shape(job, num_rows)
-        self._shape = shape._replace(first=self._pieces(shape.first)[-1].stop, further=self._pieces(shape.further)[-1].stop)
-        self._drawn = dict[int, list[list[_Chunk]]]()
-
-    def parts(self, k: int, draw: int) -> list[Part]:
-        """The batch of step ``k``: gathered from the records, where they are."""
-        if draw not in self._drawn:
-            self._drawn[draw] = self._sent([self._draw(step, draw) for step in range(self._t.num_steps)])
-        return [self._part(chunk) for chunk in self._drawn[draw][k]]
-
-    def _pieces(self, width: int) -> list[slice]:
-        """Columns of equal width, few enough to be in flight at once, and at least so many together."""
-        num_pieces = max(1, math.ceil(width / self._at_once))
-        each = math.ceil(width / num_pieces)
-        return [slice(low, low + each) for low in range(0, num_pieces * each, max(1, each))] or [slice(0, 0)]
-
-    def _part(self, chunk: _Chunk) -> Part:
-        mask = chunk.which >= 0
-        index = torch.where(mask, chunk.which, ~chunk.which)
-        examples = {name: column[index] for name, column in self._job.federation.records.items()}
-        return Part(examples if chunk.keys is None else examples | {"key": chunk.keys}, mask, chunk.rows)
-
-    def _draw(self, k: int, draw: int) -> list[_Chunk]:
-        job, t, num_clients = self._job, self._t.index, len(self._clients)
-        mechanism, shares = job.mechanism, job.federation.shares
-        sizes, starts = [shares.sizes[i] for i in self._clients], torch.tensor([shares.starts[i] for i in self._clients])
-        chosen, counts = data.batches(job.seed, t, self._clients, k, sizes, mechanism.batch_size, mechanism.sampling, draw)
-        (first, further, rows), most = self._shape, int(counts.max())
-        num_columns = first + further * max(0, math.ceil((most - first) / max(1, further)))
-        index, keys = torch.zeros(2, self._num_rows, num_columns, dtype=torch.long)
-        row = torch.arange(num_clients).repeat_interleave(counts)
-        column = torch.arange(len(chosen)) - (counts.cumsum(0) - counts)[row]
-        index[:num_clients] = ~shares.rows[starts].unsqueeze(1)
-        index[row, column] = shares.rows[starts[row] + chosen]
-        if job.model.needs_key:
-            names = torch.tensor([data.key(job.seed, "record", t, i, k, draw) for i in self._clients])
-            keys[row, column] = fold(names[row], chosen)
-        index[num_clients:] = _padding(index[0, 0])
-        padded = self._num_rows > num_clients
-        everyone = torch.arange(self._num_rows) % num_clients if padded else None
-        chunks = [_Chunk(index[:, some], keys[:, some], everyone) for some in self._pieces(first)]
-        for low in range(first, num_columns, max(1, further)):
-            over = [place for place, count in enumerate(counts.tolist()) if count > low]
-            for start in range(0, len(over), rows):
-                here = torch.tensor((over[start : start + rows] + over[:1] * rows)[:rows])
-                mine, own = index[here, low : low + further], keys[here, low : low + further]
-                mine[len(over) - start :] = _padding(mine[len(over) - start :])
-                chunks += [_Chunk(mine[:, some], own[:, some], here) for some in self._pieces(further)]
-        return chunks if job.model.needs_key else [chunk._replace(keys=None) for chunk in chunks]
-
-    def _sent(self, steps: list[list[_Chunk]]) -> list[list[_Chunk]]:
-        """The same chunks on the device, in one transfer that nobody waits for."""
-        device = self._job.federation.records["y"].device
-        if device.type == "cpu":
-            return steps
-        tensors = [x for step in steps for chunk in step for x in chunk if x is not None]
-        whole = torch.cat([x.flatten() for x in tensors]).pin_memory().to(device, non_blocking=True)
-        pieces = iter(whole.split([x.numel() for x in tensors]))
-
-        def moved(x: Tensor | None) -> Tensor | None:
-            return None if x is None else next(pieces).view(x.shape)
-
-        return [[chunk._make(map(moved, chunk)) for chunk in step] for step in steps]
 
 
 def _stack(clients: list[int], memory: dict[int, Tree]) -> Tree:

@@ -138,8 +138,8 @@ class Sentences:
 
     Args:
         data: which task.
-        model: the folder or the name on the hub of BERT, RoBERTa or their like.
-        tokenizer: the folder of its tokenizer; by default that of the model.
+        model: the folder of a pretrained BERT, RoBERTa or their like; or its name on the hub.
+        tokenizer: the folder of its tokenizer, which is never fetched; by default that of the model.
         tuning: what of the model is trained.
         length: tokens of a record; what is longer is cut.
         num_clients: who share the training sentences.

@@ -33,8 +33,8 @@ class DataSet(NamedTuple):
         also = ", ".join(f"{other}/" for other in self.folders if other != folder)
         raise InputError(
             f"{self.name}: not complete under {top}{'' if root is not None else ' (DPFED_DATA)'}; missing {missing}"
-            + (f" (the folder may also be called {also})" if also else "")
-            + f". Get it from {self.source}, unpack it there, or set DPFED_DATA to the folder that holds it."
+            + (f" (the folder may also be {also})" if also else "")
+            + f". Get it from {self.source}, put it there, or set DPFED_DATA to the folder that holds it."
         )
 
     def is_there(self, root: str | Path | None = None) -> bool:

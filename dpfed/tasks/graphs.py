@@ -49,7 +49,7 @@ def read_planetoid(name: Literal["cora", "citeseer", "pubmed"], root: str | Path
 
     Every paper's features are brought to length 1, each by itself.
     """
-    source = "https://github.com/kimiyoung/planetoid, saved as one npz with the columns " + ", ".join(NPZ_COLUMNS)
+    source = "https://github.com/kimiyoung/planetoid, made one npz with the columns " + ", ".join(NPZ_COLUMNS)
     path = DataSet(name, ("planetoid", "."), (f"{name}.npz",), source).find(root) / f"{name}.npz"
     try:
         with np.load(io.BytesIO(read_bytes(path, 2**31)), allow_pickle=False) as stored:

@@ -123,8 +123,9 @@ def load_tokenizer(folder: str | Path) -> Any:
         kind = transformers.RobertaTokenizer
     else:
         raise InputError(
-            f"{folder}: holds no tokenizer (tokenizer.json; or vocab.txt of BERT; or vocab.json and merges.txt of RoBERTa). "
-            "Name the folder of a model that transformers saved."
+            f"tokenizer: '{folder}' is no folder with one (tokenizer.json; or vocab.txt of BERT; or vocab.json and merges.txt "
+            "of RoBERTa), and none is fetched. Name the folder of a model that transformers saved with its tokenizer: "
+            "--task.model FOLDER, or --task.tokenizer FOLDER."
         )
     try:
         return kind.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)

@@ -50,9 +50,25 @@ def pool(*clients: list[int]) -> Federation:
     return Federation({"x": X, "y": Y}, tuple(torch.tensor(rows, dtype=torch.long) for rows in clients))
 
 
+class Remembers(nn.Linear):
+    """A running mean of its inputs, by which it centres them: written in place, or anew."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__(4, 3)
+        self.register_buffer("mean", torch.zeros(4))
+        self.in_place = in_place
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        mean = 0.9 * self.mean + 0.1 * input.detach().mean(0)
+        self.mean = self.mean.copy_(mean) if self.in_place else mean
+        return super().forward(input - self.mean)
+
+
 CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "BatchNorm": (lambda: recipe(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))), ["layer '1'", "GroupNorm"]),
     "running InstanceNorm": (lambda: recipe(nn.InstanceNorm1d(3, affine=True, track_running_stats=True)), ["track_running"]),
+    "a buffer written anew": (lambda: recipe(nn.Sequential(Remembers(False))), ["buffer '0.mean'", "Leave the buffer"]),
+    "a buffer written in place": (lambda: recipe(nn.Sequential(Remembers(True))), ["buffer '0.mean'", "Leave the buffer"]),
     "AlphaDropout": (lambda: recipe(nn.Sequential(nn.AlphaDropout(0.1), nn.Linear(4, 3))), ["AlphaDropout", "0.1"]),
     "nothing to train": (lambda: recipe(nn.Linear(4, 3).requires_grad_(False)), ["requires_grad"]),
     "NaN": (lambda: recipe(x=spoiled(math.nan)), ["'x'", "record 7"]),

@@ -12,6 +12,11 @@ from dpfed import RunRecord
 from dpfed.__main__ import main
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
+SHORT = {
+    "run": ["--rounds", "1", "--mechanism.batch-size", "16", "--engine.device", "cpu"],
+    "bench": ["--device", "cpu", "--seconds", "0.01"],
+    "audit": ["--trials", "200", "--rounds", "2"],
+}
 COMMANDS = re.findall(r"^dpfed .*$", README, re.MULTILINE)
 
 
@@ -33,7 +38,7 @@ def test_the_python_example_runs_and_learns(
 def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """In their order, the training ones shortened to one round and without a GPU."""
     monkeypatch.chdir(tmp_path)
-    assert len(COMMANDS) == 16
+    assert len(COMMANDS) == 17
     main(["run", "quickstart", "--rounds", "1", "--mechanism.batch-size", "16"])
     for command in COMMANDS:
         words = shlex.split(command, comments=True)[1:]
@@ -42,6 +47,5 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
                 main(words)
             assert end.value.code == 0
             continue
-        short = ["--rounds", "1", "--mechanism.batch-size", "16", "--engine.device", "cpu"] if words[0] == "run" else []
-        main([*words, *short, *(["--device", "cpu", "--seconds", "0.01"] if words[0] == "bench" else [])])
+        main([*words, *SHORT.get(words[0], [])])
     assert "sigma = 1.2340" in capsys.readouterr().out

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from dpfed.compiled import reshaping
 from dpfed.fast import Products, attention
 
 S, B, T, HEADS, WIDTH = 2, 3, 7, 2, 8
@@ -116,3 +118,13 @@ def test_what_cannot_be_done_by_patches_is_left_alone() -> None:
             out = layer(x)
         torch.testing.assert_close(out, layer(x))
         assert [product.kind for product in products.found] == (["convolution"] if layer.padding_mode == "reflect" else [])
+
+
+def test_a_trace_does_not_rest_on_the_strides_it_saw() -> None:
+    """A compiler may lay out what is between differently, say behind a norm."""
+    trace = make_fx(lambda x: x.relu().flatten())(torch.randn(3, 4))
+    other = torch.randn(4, 3).t()
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        trace(other)
+    reshaping(trace)
+    assert trace(other).equal(other.relu().flatten())

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,12 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpfed import FashionMini, FedAvg, FlatModel, Gaussian, Plain, Recipe, Simulation, algorithms, run
 from dpfed.algorithm import Round, leaves
-from dpfed.compiled import Compiler
-from dpfed.data import batch
+from dpfed.compiled import Compiler, anatomy
+from dpfed.data import batch, iid
 from dpfed.engines import simulation
 from dpfed.engines.memory import demand, plan
-from dpfed.engines.padding import shape_of
-from dpfed.engines.simulation import Batches, Job, SimulationEngine, train_clients
+from dpfed.engines.padding import Batches, shape_of
+from dpfed.engines.simulation import Job, SimulationEngine, train_clients
+from dpfed.engines.simulation import surveyed as surveyed_of
 from dpfed.flat import Records
 from dpfed.privacy import Clipping, Sums, survey
 from tests.paper.world import MECHANISMS, job, trained
@@ -242,6 +244,56 @@ def test_programs_are_made_once_for_all_methods_on_a_task() -> None:
     assert made == [2, 0, 0]
 
 
+FACTOR = 1.0
+
+
+class Scaled(nn.Linear):
+    factor = 1.0
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.factor * super().forward(input)
+
+
+def by_global(output: Tensor, target: Tensor) -> Tensor:
+    return FACTOR * nn.functional.cross_entropy(output, target)
+
+
+def _kinds(number: float) -> dict[str, tuple[nn.Module, Any]]:
+    """Models that differ only in a number, and that number only in a place where a program has it as a constant."""
+    teacher, own = nn.Linear(6, CLASSES), nn.CrossEntropyLoss(weight=torch.tensor([1.0, number, 1.0]), reduction="sum")
+    nn.init.constant_(teacher.weight, number)
+    globals()["FACTOR"] = Scaled.factor = number
+    return {
+        "a buffer of the criterion": (nn.Linear(6, CLASSES), own),
+        "a module in a closure": (nn.Linear(6, CLASSES), lambda output, target: (output - teacher(output.new_ones(6))).norm()),
+        "a global": (nn.Linear(6, CLASSES), by_global),
+        "an attribute of the class": (Scaled(6, CLASSES), nn.functional.cross_entropy),
+    }
+
+
+@pytest.mark.parametrize("place", _kinds(1.0))
+def test_no_program_is_used_for_another_model(place: str) -> None:
+    _, _, examples, mask = world("rows", torch.float32)
+    compiler = Compiler("eager")
+    for number in (1.0, 5.0, 5.0):
+        torch.manual_seed(0)
+        model = FlatModel(*_kinds(number)[place])
+        points = [(1.0, model.theta0().repeat(S, 1))]
+        found, expected = (Sums(model, run=own).plain(points, examples, mask) for own in (compiler, Sums(model).run))
+        torch.testing.assert_close(found, expected)
+
+
+def test_code_of_ones_own_and_installed_code_are_told_apart() -> None:
+    """And what has no fields, or empty slots, is taken as it is."""
+    assert anatomy(by_global) != anatomy(test_without_a_compiler_it_runs_all_the_same)
+    before = anatomy(by_global)
+    globals()["FACTOR"] = 7.0
+    assert anatomy(by_global) != before
+    assert anatomy(nn.functional.cross_entropy) == anatomy(nn.functional.cross_entropy)
+    nothing = object()
+    assert anatomy(partial(len, nothing)) == anatomy(partial(len, nothing)) != anatomy(partial(len, object()))
+
+
 def test_without_a_compiler_it_runs_all_the_same() -> None:
     model, theta, examples, mask = world("rows")
     compiler = Compiler("no such backend")
@@ -285,6 +337,55 @@ def test_batches_hold_what_was_drawn_in_few_shapes() -> None:
                 assert together.equal(expected)
     assert len(shapes) <= 6
     assert len({shape for rows, at_once, shape in shapes if (rows, at_once) == (3, None)}) == 2
+
+
+def test_a_row_that_pads_holds_only_what_its_client_holds() -> None:
+    """A gradient that is not finite would pass through any mask: then it meets nobody else's sum."""
+    work = job(FedAvg(), replace(MECHANISMS["private"], batch_size=3))
+    clients = [1, 3, 4]
+    for examples, _, which in Batches(work, clients, Round(0, 1.0, 1, work.model.layout), 5).parts(0, 0):
+        assert which is not None
+        for row, place in enumerate(which.tolist()):
+            own = work.federation.records["x"][work.federation.clients[clients[place]]]
+            assert all(any(x.equal(mine) for mine in own) for x in examples["x"][row])
+
+
+def test_a_model_is_looked_at_anew_for_records_of_another_shape() -> None:
+    """Pictures of any size, one model: factors of one size do not fit the other."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(1, 32, 3), nn.Tanh(), nn.Conv2d(32, 32, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 2)
+    model, algorithm, found = FlatModel(nn.Sequential(*layers)), FedAvg(lr=1.0), list[set[Any]]()
+    for size in (6, 7):
+        federation = iid((torch.randn(8, 1, size, size), torch.arange(8) % 2), 2)
+        work = Job(model, federation, algorithm, Gaussian(sigma=1.0, batch_size=2), 0, cohort=2)
+        found.append({use.shape for uses in surveyed_of(work).uses.values() for use in uses})
+        engine = Simulation(device="cpu").open(work)
+        engine.train(Round(0, 1.0, 1, model.layout), algorithm.server_init(model.theta0(), model.layout), [0, 1])
+    assert found[0] != found[1]
+
+
+class ByName(nn.Module):
+    """The functions of torch with all their arguments named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.first, self.last = nn.Embedding(40, 8), nn.Conv2d(1, 16, 2), nn.Linear(16 * 4 * 7, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = nn.functional.embedding(weight=self.table.weight, input=x).unsqueeze(1)
+        seen = nn.functional.conv2d(weight=self.first.weight, input=rows, bias=self.first.bias).flatten(1)
+        return nn.functional.linear(bias=self.last.bias, weight=self.last.weight, input=seen)
+
+
+def test_arguments_may_be_named() -> None:
+    torch.manual_seed(0)
+    model = FlatModel(ByName().double())
+    examples = {"x": torch.randint(0, 40, (S, B, T)), "y": torch.randint(0, CLASSES, (S, B))}
+    points, mask = [(1.0, model.theta0().repeat(S, 1))], torch.ones(S, B, dtype=torch.bool)
+    own = surveyed(model, examples)
+    assert {"table.weight", "last.weight"} <= set(own.survey.uses)
+    for here, there in zip(*(sums.clipped(points, examples, mask, 0.3) for sums in (own, Sums(model))), strict=True):
+        torch.testing.assert_close(here, there)
 
 
 @pytest.mark.parametrize(("batch_size", "num_clients"), [(1, 4), (16, 5), (50, 10), (32, 1), (16, 100)])

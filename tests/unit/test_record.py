@@ -306,6 +306,21 @@ def test_a_ledger_cut_at_every_byte_loses_the_torn_charge_only_and_can_go_on(pat
         assert (path / "ledger.jsonl").read_bytes() == data
 
 
+def test_a_round_that_was_trained_and_not_charged_is_refused(path: Path) -> None:
+    record = begin(path)
+    for t in range(3):
+        record.charge(receipts(t))
+        record.append({"t": t, "clients": 2})
+    record.close()
+    lines = (path / "ledger.jsonl").read_bytes().splitlines(keepends=True)
+    for missing, t in ((1, 0), (2, 1), (3, 2)):
+        (path / "ledger.jsonl").write_bytes(b"".join(lines[:missing] + lines[missing + 1 :]))
+        with pytest.raises(InputError, match=rf"ledger\.jsonl: holds no charge for round {t}, .* Put the file"):
+            RunRecord.open(path)
+    (path / "ledger.jsonl").write_bytes(b"".join(lines))
+    assert len(RunRecord.open(path).rows) == 3
+
+
 LINES = {
     "rows.jsonl": [b"", b"{", b"3", b"[]", b'{"t": 0}', b'{"t": 2.5}', b"{}", b"\xff", b'{"t": 9'],
     "ledger.jsonl": [
