@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 
-from dpfed.accountants import Event, Plan, as_plan, check_whole, plan_epsilon, undominated
+from dpfed.accountants import Event, Plan, as_plan, check_whole, plan_epsilon, undominated, variance
 from dpfed.errors import InputError
 
 Plans = Iterable[Mapping[Event, int]]
@@ -37,7 +37,7 @@ def calibrate(epsilon: float, delta: float, plans: Plans, accountant: str = "pld
         return plan_epsilon(_changed(plan, lambda event: replace(event, sigma=event.sigma * sigma)), delta, accountant)
 
     aim, sigma = epsilon * (1 - 1e-6), 0.0  # a hair below, as others may round sigma otherwise
-    for plan in worst:
+    for plan in sorted(worst, key=variance, reverse=True):  # most likely the first decides
         if sigma == 0 or spent(plan, sigma) > aim:
             sigma = _smallest_sigma(partial(spent, plan), aim)
     return sigma
