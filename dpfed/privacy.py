@@ -58,7 +58,7 @@ from dpfed.mechanism import protection as protection
 
 ALL = slice(None)
 BLOCK = 512  # squares that are added up in the dtype of the gradients; what is beyond in float64
-NARROW = 2.0**-11  # relative error of a number that goes into a narrow product (`narrow_products`)
+NARROW = 2.0**-10  # relative error of a number that is cut to the 11 bits of a narrow product (`narrow_products`)
 STABLE = 0.01  # automatic clipping: added to the norm, so that a gradient near 0 is not blown up
 CLIP_STEP = 0.2  # adaptive clipping: of the logarithm of the threshold, for a share that is off by 1
 

@@ -27,7 +27,7 @@ from dpfed.engines.padding import Batches, shape_of
 from dpfed.engines.simulation import Job, SimulationEngine, train_clients
 from dpfed.engines.simulation import surveyed as surveyed_of
 from dpfed.flat import Records
-from dpfed.privacy import Clipping, Sums, survey
+from dpfed.privacy import Clipping, Sums, _Factors, survey
 from tests.paper.world import MECHANISMS, job, trained
 
 S, B, T, CLASSES = 2, 4, 5, 3
@@ -526,3 +526,17 @@ def test_twenty_million_parameters_fit_in_8_gib_on_a_cpu() -> None:
     ran = subprocess.run([sys.executable, "-W", "ignore", "-c", LARGE], capture_output=True, text=True, check=True)
     unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
     assert int(ran.stdout) * unit < 8 * 2**30
+
+
+@pytest.mark.parametrize("length", [1, 2, 40])
+def test_narrow_products_stay_within_the_clip(length: int) -> None:
+    """In bfloat16 a GPU multiplies scale times g cut to 11 bits. Here they are moved by that much, in the worst direction."""
+    torch.manual_seed(0)
+    x, g = torch.randn(1, 1, length, 30).bfloat16(), torch.randn(1, 1, length, 20).bfloat16()
+    norm = _Factors("linear", (20, 30), x, g).norms()
+    wide, moved = (g.double()[0, 0].t() @ x.double()[0, 0], (1 + 2.0**-10) * g.double()[0, 0].t() @ x.double()[0, 0])
+    assert float(moved.norm() / norm) <= 1, "all rows up"
+    signs = torch.sign((wide @ x.double()[0, 0].t()).t()) * torch.sign(g.double()[0, 0])  # each number towards the sum
+    worst = ((1 + 2.0**-10 * signs) * g.double()[0, 0]).t() @ x.double()[0, 0]
+    assert float(worst.norm() / norm) <= 1
+    assert float(norm / wide.norm()) < 1.02
