@@ -149,16 +149,14 @@ def reshaping(trace: torch.fx.GraphModule) -> None:
 
 @contextmanager
 def narrow_products(on: bool) -> Generator[None]:
-    """On a GPU, products of float32 matrices take numbers of 11 bits and add in float32: exact for what was bfloat16."""
+    """On a GPU, products of float32 matrices take numbers of 11 bits and add in float32: exact for what was bfloat16. Where not
+    on, they take all bits, whatever else was chosen in this process: norms, and with them the clip, rest on it."""
     products = torch.backends.cuda.matmul
-    if not on or not torch.cuda.is_available():
-        yield
-        return
     try:
-        name, before, narrow = "allow_tf32", products.allow_tf32, True
+        name, before, wanted = "allow_tf32", products.allow_tf32, on
     except RuntimeError:  # PyTorch has two settings for the same, and refuses to read one where the other was written
-        name, before, narrow = "fp32_precision", products.fp32_precision, "tf32"
-    setattr(products, name, narrow)
+        name, before, wanted = "fp32_precision", products.fp32_precision, "tf32" if on else "ieee"
+    setattr(products, name, wanted)
     try:
         yield
     finally:

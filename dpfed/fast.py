@@ -197,9 +197,14 @@ def _of_mask(ctx: Any, g: Tensor) -> Tensor:
     return inner.sum_to_size(mask.shape).to(mask.dtype)
 
 
-@torch.compiler.allow_in_graph
 def _apply(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
     return cast(Tensor, _Attention.apply(q, k, v, mask, scale, causal)[0])  # pyright: ignore[reportOptionalSubscript]
+
+
+def for_dynamo() -> None:
+    """For a ``torch.compile`` of one's own: attention is then taken as the operator that it is. A simulation compiles traces,
+    and needs no such word; as dynamo takes seconds to import, it is not said before somebody asks for it."""
+    torch.compiler.allow_in_graph(_apply)
 
 
 def attention(

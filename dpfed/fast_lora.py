@@ -134,9 +134,13 @@ class _Lora(torch.autograd.Function):
         )
 
 
-@torch.compiler.allow_in_graph
 def _apply(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     return cast(tuple[Tensor, Tensor], _Lora.apply(x, weight, a, b, scale))[0]
+
+
+def for_dynamo() -> None:
+    """The same word for these products as `dpfed.fast.for_dynamo` says for attention."""
+    torch.compiler.allow_in_graph(_apply)
 
 
 def lora(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:

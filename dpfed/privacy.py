@@ -521,7 +521,7 @@ def _varied(loss: Callable[[Records, Records], Tensor], num: int) -> Callable[[R
 
 
 def _no_probe(name: str, out: Tensor) -> Tensor:
-    raise NotImplementedError(name)
+    raise RuntimeError(f"{name}: a plain sum takes no gradient by its factors")
 
 
 Fields = Mapping[str, Tensor]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import symtable
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -346,6 +348,16 @@ def test_no_file_names_a_machine_or_a_package_index() -> None:
     files = [file for file in parts if not any(made.match(part) for part in parts[file])]
     assert ROOT / "Makefile" in files
     assert not [(file, trace) for file in files for trace in traces if trace in file.read_bytes()]
+
+
+# (i) Nobody waits for what is not needed.
+
+
+def test_the_command_line_starts_without_what_few_commands_need() -> None:
+    heavy = ("matplotlib", "scipy", "dp_accounting", "transformers", "peft", "datasets", "opacus", "sympy", "torch._dynamo")
+    code = f"import sys, dpfed, dpfed.__main__; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 # The readers above are themselves put to the test: each has to see an offence.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from dpfed import fast
 from dpfed.compiled import reshaping
 from dpfed.fast import Products, attention
 
@@ -64,6 +65,7 @@ def test_gradients_of_records_and_clients(
     mask, dims = masks(kind, dtype)
     ours, plain = (per_record(attend, mask, dims, causal) for attend in (attention, by_definition))
     torch.compiler.reset()
+    fast.for_dynamo()
     found = torch.compile(ours, fullgraph=True)(weight, x) if compiled else ours(weight, x)
     expected = plain(weight, x)
     assert (found - expected).norm() <= tolerance * expected.norm()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dpfed import fast_lora
 from dpfed.fast_lora import lora, with_lora_products
 
 S, B, T, IN, OUT, RANK, SCALE = 2, 3, 5, 16, 24, 8, 1.5
@@ -71,6 +72,7 @@ def test_gradients_of_records_and_clients(private: bool, dtype: torch.dtype, tol
     given = inputs(dtype)
     ours, plain = ((per_record(layer, 0, 1) if private else plain_sum(layer)) for layer in (lora, by_definition))
     torch.compiler.reset()
+    fast_lora.for_dynamo()
     found = (torch.compile(ours, fullgraph=True, backend="aot_eager") if compiled else ours)(*given)
     close(found, plain(*(x.double() for x in given)), tolerance)
 

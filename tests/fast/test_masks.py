@@ -91,6 +91,7 @@ def test_nothing_is_hidden_when_records_are_mapped_over_and_compiled(kind: str, 
     expected, weights = gradients("eager")
     ours, _ = gradients("dpfed")
     torch.compiler.reset()
+    fast.for_dynamo()
     found = torch.compile(ours, fullgraph=True, backend="aot_eager")(weights, given)
     for name, value in expected(weights, given).items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)  # theirs takes exp in float32

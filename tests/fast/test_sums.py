@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpfed import FashionMini, FedAvg, FlatModel, Gaussian, Plain, Recipe, Simulation, algorithms, run
 from dpfed.algorithm import Round, leaves
-from dpfed.compiled import Compiler, anatomy
+from dpfed.compiled import Compiler, anatomy, directly
 from dpfed.data import batch, iid
 from dpfed.engines import simulation
 from dpfed.engines.memory import demand, plan
@@ -540,3 +540,25 @@ def test_narrow_products_stay_within_the_clip(length: int) -> None:
     worst = ((1 + 2.0**-10 * signs) * g.double()[0, 0]).t() @ x.double()[0, 0]
     assert float(worst.norm() / norm) <= 1
     assert float(norm / wide.norm()) < 1.02
+
+
+def test_a_setting_elsewhere_does_not_make_norms_narrow() -> None:
+    """TF32, chosen for the whole process, would make norms too small where rows cancel; it is as before afterwards."""
+    products, seen = torch.backends.cuda.matmul, list[bool]()
+    before, products.allow_tf32 = products.allow_tf32, True
+    model = FlatModel(nn.Linear(3, 2))
+
+    def watched(*given: Any) -> Any:
+        seen.append(products.allow_tf32)
+        return directly(*given)
+
+    theta, examples = model.theta0().expand(1, -1), {"x": torch.randn(1, 2, 3), "y": torch.zeros(1, 2, dtype=torch.long)}
+    mask, twice = torch.ones(1, 2, dtype=torch.bool), [(1.0, theta), (-0.5, theta)]
+    try:
+        Sums(model, run=watched).clipped(twice[:1], examples, mask, 1.0)
+        Sums(model, dtype=torch.bfloat16, run=watched).clipped(twice[:1], examples, mask, 1.0)
+        Sums(model, dtype=torch.bfloat16, run=watched).clipped(twice, examples, mask, 1.0)
+        assert products.allow_tf32, "as before"
+    finally:
+        products.allow_tf32 = before
+    assert seen == [False, True, False]

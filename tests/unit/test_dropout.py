@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
-from dpfed import FedAvg, FlatModel, Gaussian, InputError, Recipe, Simulation, Task, iid, run
+from dpfed import FedAvg, FlatModel, Gaussian, InputError, Recipe, Simulation, Task, fast, iid, run
 from dpfed.dropout import drawing, dropped, with_keyed_dropout
 from dpfed.flat import Records
 from dpfed.models import lora
@@ -211,5 +211,6 @@ def test_compiled_it_draws_the_same(name: str, backend: str) -> None:
     gradients = vmap(vmap(grad(of_vector(model)), in_dims=(None, 0)))
     expected = gradients(theta, batch)
     torch.compiler.reset()
+    fast.for_dynamo()
     found = torch.compile(gradients, fullgraph=True, backend=backend)(theta, batch)
     assert (found - expected).norm() <= 1e-5 * expected.norm()
