@@ -1,25 +1,32 @@
 """LoRA layers that stay fast when every record and every client is mapped over.
 
-    y = x W' + s (x A') B',     dx = g W + v A,     dA = v' x,     dB = g' u,       with  u = s x A'  and  v = s g B
+    y = x W' + b + u B',   u = s x A';     dx = g W + v A,   dA = v' x,   dB = g' u,   v = s g B
 
 (Hu et al., 2021, arXiv 2106.09685). Every client has an A and a B of its own, and all share W. Mapped over as it stands, this
 becomes a dozen products whose parts are added up afterwards; and A and B are views into a long vector, at places from which
-fast kernels cannot read. Here the four products that give rows are one operator, ``dpfed::product``: a sum of two products
-whose weights are shared by groups of rows. Its rule for a mapped axis makes rows of it where a weight is the same for all of
-it, so neither A nor B is ever copied for a record, and W is multiplied once for the whole cohort. The first product is written,
-and the second, larger one added to it in its own last step. ``with_lora_products`` makes PEFT's layers use it.
+fast kernels cannot read. Here each pass is one operator, ``dpfed::lora`` and ``dpfed::lora_backward``, whose weights are shared
+by groups of rows. Its rule for a mapped axis makes rows of it where a weight is the same for all of it, so neither A nor B is
+ever copied for a record, and W is multiplied once for the whole cohort. As one operator takes x or g, a compiler makes them
+once; of three, it made what comes before them (the backward pass of a gelu) three times. ``with_lora_products`` makes PEFT's
+layers use it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-_PRODUCT = "dpfed::product"
-torch.library.define(_PRODUCT, "(Tensor x, Tensor weight, float scale, Tensor? y, Tensor? fixed) -> Tensor")
+_FORWARD, _BACKWARD = "dpfed::lora", "dpfed::lora_backward"
+torch.library.define(_FORWARD, "(Tensor x, Tensor weight, Tensor? bias, Tensor a, Tensor b, float scale) -> (Tensor, Tensor)")
+torch.library.define(
+    _BACKWARD,
+    "(Tensor g, Tensor x, Tensor u, Tensor weight, Tensor a, Tensor b, float scale, bool[] wanted) -> (Tensor, Tensor, Tensor)",
+)
+Triple = tuple[Tensor, Tensor, Tensor]
 
 # Rows come in groups, [G, R, n]. Of the weights [K, m, n] each is for G / K groups that follow one another; K may differ.
 
@@ -36,106 +43,140 @@ def _aligned(weight: Tensor) -> Tensor:
     return weight if aligned else weight.clone(memory_format=torch.contiguous_format)
 
 
-@torch.library.impl(_PRODUCT, "CompositeExplicitAutograd")
-def _product(x: Tensor, weight: Tensor, scale: float, y: Tensor | None, fixed: Tensor | None) -> Tensor:
-    """``scale x weight' + y fixed'``"""
+def _small(x: Tensor, weight: Tensor, scale: float) -> Tensor:
+    """``scale x weight'``"""
     out = x.new_empty(*x.shape[:2], weight.shape[1])
     _per_weight(out, weight).baddbmm_(_per_weight(x, weight), _aligned(weight).mT, beta=0, alpha=scale)
-    if y is not None and fixed is not None:
-        if len(fixed) == 1:
-            out.flatten(0, 1).addmm_(y.reshape(-1, y.shape[-1]), fixed[0].t())
-        else:
-            _per_weight(out, fixed).baddbmm_(_per_weight(y, fixed), fixed.mT)
     return out
 
 
-def _shape(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    return x.new_empty(*x.shape[:2], weight.shape[1])
+def _large_and_small(x: Tensor, large: Tensor, bias: Tensor | None, u: Tensor, small: Tensor) -> Tensor:
+    """``x large' + bias + u small'``, the second product added to what the first one wrote, in its own last step."""
+    rows = x.reshape(-1, x.shape[-1])
+    if len(large) > 1:
+        out = torch.bmm(_per_weight(x, large), large.mT)
+    elif bias is None or len(bias) > 1:
+        out = rows @ large[0].t()
+    else:
+        out, bias = torch.addmm(bias[0], rows, large[0].t()), None
+    out = out.view(*x.shape[:2], -1)
+    if bias is not None:
+        _per_weight(out, bias).add_(bias.unsqueeze(1))
+    _per_weight(out, small).baddbmm_(_per_weight(u, small), _aligned(small).mT)
+    return out
+
+
+@torch.library.impl(_FORWARD, "CompositeExplicitAutograd")
+def _lora(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    u = _small(x, a, scale)
+    return _large_and_small(x, weight, bias, u, b), u
+
+
+@torch.library.impl(_BACKWARD, "CompositeExplicitAutograd")
+def _lora_backward(
+    g: Tensor, x: Tensor, u: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, wanted: list[bool]
+) -> Triple:
+    """``dx``, and ``dA`` and ``dB`` of every group; what is not wanted is empty."""
+    for_x, for_a, for_b = wanted
+    none = g.new_empty(len(g), 0)
+    v = _small(g, b.mT, scale) if for_x or for_a else none
+    dx = _large_and_small(g, weight.mT, None, v, a.mT) if for_x else none
+    return dx, torch.bmm(v.mT, x) if for_a else none.clone(), torch.bmm(g.mT, u) if for_b else none.clone()
+
+
+def _shapes(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(*x.shape[:2], weight.shape[1]), x.new_empty(*x.shape[:2], a.shape[1])
+
+
+def _backward_shapes(
+    g: Tensor, x: Tensor, u: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, wanted: list[bool]
+) -> Triple:
+    shapes = x.shape[1:], a.shape[1:], b.shape[1:]
+    return cast(Triple, tuple(g.new_empty(len(g), *(s if yes else (0,))) for s, yes in zip(shapes, wanted, strict=True)))
+
+
+torch.library.register_fake(_FORWARD, _shapes)
+torch.library.register_fake(_BACKWARD, _backward_shapes)
 
 
 def _mapped(x: Tensor, where: int | None, size: int) -> Tensor:
     return x.expand(size, *x.shape) if where is None else x.movedim(where, 0)
 
 
-def _for_groups(weight: Tensor, where: int | None, size: int) -> Tensor:
+def _for_groups(weight: Tensor | None, where: int | None, size: int) -> Tensor | None:
     """A weight when the mapped axis comes before the groups: one that is the same for all rows stays as it is."""
-    return weight if where is None and len(weight) == 1 else _mapped(weight, where, size).flatten(0, 1)
+    return weight if weight is None or (where is None and len(weight) == 1) else _mapped(weight, where, size).flatten(0, 1)
 
 
-def _folded(
-    info: Any,
-    in_dims: tuple[int | None, ...],
-    x: Tensor,
-    weight: Tensor,
-    scale: float,
-    y: Tensor | None,
-    fixed: Tensor | None,
-) -> tuple[Tensor, int]:
+def _folding(operator: Callable[..., tuple[Tensor, ...]], num_rows: int, num_tensors: int) -> Callable[..., Any]:
     """A mapped axis becomes groups: inside those of each weight where the weights are the same for all of it, else around."""
-    size = info.batch_size
-    within = int(in_dims[1] is None and in_dims[4] is None)
 
-    def groups(rows: Tensor, where: int | None) -> Tensor:
-        return _mapped(rows, where, size).movedim(0, within).flatten(0, 1)
+    def rule(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        size, weights = info.batch_size, slice(num_rows, num_tensors)
+        within = int(all(where is None for where in in_dims[weights]))
+        rows = [
+            _mapped(x, at, size).movedim(0, within).flatten(0, 1) for x, at in zip(inputs[:num_rows], in_dims, strict=False)
+        ]
+        shared = inputs[weights]
+        if not within:
+            shared = [_for_groups(weight, at, size) for weight, at in zip(shared, in_dims[weights], strict=True)]
+        found = operator(*rows, *shared, *inputs[num_tensors:])
+        return tuple(out.unflatten(0, (-1, size) if within else (size, -1)) for out in found), (within,) * len(found)
 
-    if not within:
-        weight = _for_groups(weight, in_dims[1], size)
-        fixed = None if fixed is None else _for_groups(fixed, in_dims[4], size)
-    out = torch.ops.dpfed.product(groups(x, in_dims[0]), weight, scale, None if y is None else groups(y, in_dims[3]), fixed)
-    return out.unflatten(0, (-1, size) if within else (size, -1)), within
+    return rule
 
 
-torch.library.register_fake(_PRODUCT, _shape)
-torch.library.register_vmap(_PRODUCT, _folded)
+torch.library.register_vmap(_FORWARD, _folding(torch.ops.dpfed.lora, 1, 5))
+torch.library.register_vmap(_BACKWARD, _folding(torch.ops.dpfed.lora_backward, 3, 6))
 
 
-def _of_weight(g: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of a weight from that of what came out, ``[K, m, n]``."""
-    return torch.bmm(_per_weight(g, weight).mT, _per_weight(x, weight))
+def _summed(gradient: Tensor, weight: Tensor) -> Tensor:
+    """Of every weight, from that of every group."""
+    return gradient if len(gradient) == len(weight) else gradient.unflatten(0, (len(weight), -1)).sum(1)
 
 
 class _Lora(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        u = torch.ops.dpfed.product(x, a, scale, None, None)
-        return torch.ops.dpfed.product(u, b, 1.0, x, weight), u
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        return torch.ops.dpfed.lora(x, weight, bias, a, b, scale)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        *tensors, ctx.scale = inputs
+        x, weight, bias, a, b, ctx.scale = inputs
         ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(*tensors, output[1])
+        ctx.save_for_backward(x, weight, bias, a, b, output[1])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
         """An axis that is mapped inside of the gradient becomes rows: what is the same for all of it gets one gradient."""
         (x, *weights, scale), size = inputs, info.batch_size
-        rows = in_dims[1:4] == (None, None, None)
+        rows = all(where is None for where in in_dims[1:5])
         if rows:
             x = _mapped(x, in_dims[0], size).movedim(0, 1).flatten(1, 2)
         else:
             x = _mapped(x, in_dims[0], size).flatten(0, 1)
-            weights = [_for_groups(weight, where, size) for weight, where in zip(weights, in_dims[1:4], strict=True)]
+            weights = [_for_groups(weight, where, size) for weight, where in zip(weights, in_dims[1:5], strict=True)]
         y, u = cast(tuple[Tensor, Tensor], _Lora.apply(x, *weights, scale))
         where = int(rows)
         return (y.unflatten(where, (size, -1)), u.unflatten(where, (size, -1))), (where, where)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, a, b, u = ctx.saved_tensors
-        g, (for_x, for_weight, for_a, for_b, _) = grads[0], ctx.needs_input_grad
-        v = torch.ops.dpfed.product(g, b.mT, ctx.scale, None, None) if for_x or for_a else None
+        x, weight, bias, a, b, u = ctx.saved_tensors
+        g, (for_x, for_weight, for_bias, for_a, for_b, _) = grads[0], ctx.needs_input_grad
+        dx, da, db = torch.ops.dpfed.lora_backward(g, x, u, weight, a, b, ctx.scale, [for_x, for_a, for_b])
         return (
-            torch.ops.dpfed.product(v, a.mT, 1.0, g, weight.mT) if for_x else None,
-            _of_weight(g, x, weight) if for_weight else None,
-            _of_weight(cast(Tensor, v), x, a) if for_a else None,
-            _of_weight(g, u, b) if for_b else None,
+            dx if for_x else None,
+            torch.bmm(_per_weight(g, weight).mT, _per_weight(x, weight)) if for_weight else None,
+            _per_weight(g, bias).sum(1) if for_bias else None,
+            _summed(da, a) if for_a else None,
+            _summed(db, b) if for_b else None,
             None,
         )
 
 
-def _apply(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    return cast(tuple[Tensor, Tensor], _Lora.apply(x, weight, a, b, scale))[0]
+def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return cast(tuple[Tensor, Tensor], _Lora.apply(x, weight, bias, a, b, scale))[0]
 
 
 def for_dynamo() -> None:
@@ -150,9 +191,9 @@ def lora(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, s
     >>> lora(x, weight, None, a, b, 2.0)[0]
     tensor([7., 7., 7.])
     """
-    y = _apply(x.reshape(1, -1, x.shape[-1]), weight.unsqueeze(0), a.unsqueeze(0), b.unsqueeze(0), scale)
-    y = y.reshape(*x.shape[:-1], -1)
-    return y if bias is None else y + bias
+    one = None if bias is None else bias.unsqueeze(0)
+    y = _apply(x.reshape(1, -1, x.shape[-1]), weight.unsqueeze(0), one, a.unsqueeze(0), b.unsqueeze(0), scale)
+    return y.reshape(*x.shape[:-1], -1)
 
 
 class LoraProducts(nn.Module):
@@ -171,7 +212,8 @@ def _parts(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor
     [name], large = names, layer.base_layer
     a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
     plain = all(type(part) is nn.Linear for part in (large, a, b)) and a.bias is None and b.bias is None
-    if not plain or getattr(dropout, "p", 0.0) or {w.dtype for w in (large.weight, a.weight, b.weight)} != {x.dtype}:
+    tensors = [w for w in (large.weight, large.bias, a.weight, b.weight) if w is not None]
+    if not plain or getattr(dropout, "p", 0.0) or {w.dtype for w in tensors} != {x.dtype}:
         return None
     return large.weight, large.bias, a.weight, b.weight, float(layer.scaling[name])
 
