@@ -36,8 +36,9 @@ Triple = tuple[Tensor, Tensor, Tensor]
 
 _FORWARD, _BACKWARD = "dpfed::attention", "dpfed::attention_backward"
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal"
-torch.library.define(_FORWARD, f"({_INPUTS}) -> (Tensor, Tensor)")
-torch.library.define(_BACKWARD, f"(Tensor g, Tensor out, Tensor lse, {_INPUTS}) -> (Tensor, Tensor, Tensor)")
+_ANY_STRIDES = torch.Tag.flexible_layout  # else a compiler makes what goes in once more for every operator that takes it
+torch.library.define(_FORWARD, f"({_INPUTS}) -> (Tensor, Tensor)", tags=_ANY_STRIDES)
+torch.library.define(_BACKWARD, f"(Tensor g, Tensor out, Tensor lse, {_INPUTS}) -> (Tensor, Tensor, Tensor)", tags=_ANY_STRIDES)
 
 
 def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:

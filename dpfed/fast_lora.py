@@ -1,14 +1,14 @@
 """LoRA layers that stay fast when every record and every client is mapped over.
 
-    y = x W' + b + u B',   u = s x A';     dx = g W + v A,   dA = v' x,   dB = g' u,   v = s g B
+    y = x W' + u B',   u = s x A';     dx = g W + v A,   dA = v' x,   dB = g' u,   v = s g B
 
 (Hu et al., 2021, arXiv 2106.09685). Every client has an A and a B of its own, and all share W. Mapped over as it stands, this
 becomes a dozen products whose parts are added up afterwards; and A and B are views into a long vector, at places from which
 fast kernels cannot read. Here each pass is one operator, ``dpfed::lora`` and ``dpfed::lora_backward``, whose weights are shared
 by groups of rows. Its rule for a mapped axis makes rows of it where a weight is the same for all of it, so neither A nor B is
-ever copied for a record, and W is multiplied once for the whole cohort. As one operator takes x or g, a compiler makes them
-once; of three, it made what comes before them (the backward pass of a gelu) three times. ``with_lora_products`` makes PEFT's
-layers use it.
+ever copied for a record, and W is multiplied once for the whole cohort. The small product is written first, and the large one
+added to it in its own last step. As one operator takes g, a compiler makes it once; for three, it took the backward pass of a
+gelu three times. ``with_lora_products`` makes PEFT's layers use it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ import torch
 from torch import Tensor, nn
 
 _FORWARD, _BACKWARD = "dpfed::lora", "dpfed::lora_backward"
-torch.library.define(_FORWARD, "(Tensor x, Tensor weight, Tensor? bias, Tensor a, Tensor b, float scale) -> (Tensor, Tensor)")
+_OF_LORA = "Tensor weight, Tensor a, Tensor b, float scale"
+_ANY_STRIDES = torch.Tag.flexible_layout  # else a compiler makes what goes in once more for every operator that takes it
+torch.library.define(_FORWARD, f"(Tensor x, {_OF_LORA}) -> (Tensor, Tensor)", tags=_ANY_STRIDES)
 torch.library.define(
     _BACKWARD,
-    "(Tensor g, Tensor x, Tensor u, Tensor weight, Tensor a, Tensor b, float scale, bool[] wanted) -> (Tensor, Tensor, Tensor)",
+    f"(Tensor g, Tensor x, Tensor u, {_OF_LORA}, bool[] wanted) -> (Tensor, Tensor, Tensor)",
+    tags=_ANY_STRIDES,
 )
 Triple = tuple[Tensor, Tensor, Tensor]
 
@@ -43,33 +46,22 @@ def _aligned(weight: Tensor) -> Tensor:
     return weight if aligned else weight.clone(memory_format=torch.contiguous_format)
 
 
-def _small(x: Tensor, weight: Tensor, scale: float) -> Tensor:
-    """``scale x weight'``"""
+def _product(x: Tensor, weight: Tensor, scale: float = 1.0, y: Tensor | None = None, large: Tensor | None = None) -> Tensor:
+    """``scale x weight' + y large'``"""
     out = x.new_empty(*x.shape[:2], weight.shape[1])
     _per_weight(out, weight).baddbmm_(_per_weight(x, weight), _aligned(weight).mT, beta=0, alpha=scale)
-    return out
-
-
-def _large_and_small(x: Tensor, large: Tensor, bias: Tensor | None, u: Tensor, small: Tensor) -> Tensor:
-    """``x large' + bias + u small'``, the second product added to what the first one wrote, in its own last step."""
-    rows = x.reshape(-1, x.shape[-1])
-    if len(large) > 1:
-        out = torch.bmm(_per_weight(x, large), large.mT)
-    elif bias is None or len(bias) > 1:
-        out = rows @ large[0].t()
-    else:
-        out, bias = torch.addmm(bias[0], rows, large[0].t()), None
-    out = out.view(*x.shape[:2], -1)
-    if bias is not None:
-        _per_weight(out, bias).add_(bias.unsqueeze(1))
-    _per_weight(out, small).baddbmm_(_per_weight(u, small), _aligned(small).mT)
+    if y is not None and large is not None:
+        if len(large) == 1:
+            out.flatten(0, 1).addmm_(y.reshape(-1, y.shape[-1]), large[0].t())
+        else:
+            _per_weight(out, large).baddbmm_(_per_weight(y, large), large.mT)
     return out
 
 
 @torch.library.impl(_FORWARD, "CompositeExplicitAutograd")
-def _lora(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    u = _small(x, a, scale)
-    return _large_and_small(x, weight, bias, u, b), u
+def _lora(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    u = _product(x, a, scale)
+    return _product(u, b, 1.0, x, weight), u
 
 
 @torch.library.impl(_BACKWARD, "CompositeExplicitAutograd")
@@ -78,13 +70,13 @@ def _lora_backward(
 ) -> Triple:
     """``dx``, and ``dA`` and ``dB`` of every group; what is not wanted is empty."""
     for_x, for_a, for_b = wanted
-    none = g.new_empty(len(g), 0)
-    v = _small(g, b.mT, scale) if for_x or for_a else none
-    dx = _large_and_small(g, weight.mT, None, v, a.mT) if for_x else none
-    return dx, torch.bmm(v.mT, x) if for_a else none.clone(), torch.bmm(g.mT, u) if for_b else none.clone()
+    v = _product(g, b.mT, scale) if for_x or for_a else g
+    dx = _product(v, a.mT, 1.0, g, weight.mT) if for_x else g.new_empty(len(g), 0)
+    da = torch.bmm(v.mT, x) if for_a else g.new_empty(len(g), 0)
+    return dx, da, torch.bmm(g.mT, u) if for_b else g.new_empty(len(g), 0)
 
 
-def _shapes(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _shapes(x: Tensor, weight: Tensor, a: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(*x.shape[:2], weight.shape[1]), x.new_empty(*x.shape[:2], a.shape[1])
 
 
@@ -103,9 +95,9 @@ def _mapped(x: Tensor, where: int | None, size: int) -> Tensor:
     return x.expand(size, *x.shape) if where is None else x.movedim(where, 0)
 
 
-def _for_groups(weight: Tensor | None, where: int | None, size: int) -> Tensor | None:
+def _for_groups(weight: Tensor, where: int | None, size: int) -> Tensor:
     """A weight when the mapped axis comes before the groups: one that is the same for all rows stays as it is."""
-    return weight if weight is None or (where is None and len(weight) == 1) else _mapped(weight, where, size).flatten(0, 1)
+    return weight if where is None and len(weight) == 1 else _mapped(weight, where, size).flatten(0, 1)
 
 
 def _folding(operator: Callable[..., tuple[Tensor, ...]], num_rows: int, num_tensors: int) -> Callable[..., Any]:
@@ -126,7 +118,7 @@ def _folding(operator: Callable[..., tuple[Tensor, ...]], num_rows: int, num_ten
     return rule
 
 
-torch.library.register_vmap(_FORWARD, _folding(torch.ops.dpfed.lora, 1, 5))
+torch.library.register_vmap(_FORWARD, _folding(torch.ops.dpfed.lora, 1, 4))
 torch.library.register_vmap(_BACKWARD, _folding(torch.ops.dpfed.lora_backward, 3, 6))
 
 
@@ -137,46 +129,45 @@ def _summed(gradient: Tensor, weight: Tensor) -> Tensor:
 
 class _Lora(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        return torch.ops.dpfed.lora(x, weight, bias, a, b, scale)
+    def forward(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        return torch.ops.dpfed.lora(x, weight, a, b, scale)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        x, weight, bias, a, b, ctx.scale = inputs
+        *tensors, ctx.scale = inputs
         ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(x, weight, bias, a, b, output[1])
+        ctx.save_for_backward(*tensors, output[1])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
         """An axis that is mapped inside of the gradient becomes rows: what is the same for all of it gets one gradient."""
         (x, *weights, scale), size = inputs, info.batch_size
-        rows = all(where is None for where in in_dims[1:5])
+        rows = in_dims[1:4] == (None, None, None)
         if rows:
             x = _mapped(x, in_dims[0], size).movedim(0, 1).flatten(1, 2)
         else:
             x = _mapped(x, in_dims[0], size).flatten(0, 1)
-            weights = [_for_groups(weight, where, size) for weight, where in zip(weights, in_dims[1:5], strict=True)]
+            weights = [_for_groups(weight, where, size) for weight, where in zip(weights, in_dims[1:4], strict=True)]
         y, u = cast(tuple[Tensor, Tensor], _Lora.apply(x, *weights, scale))
         where = int(rows)
         return (y.unflatten(where, (size, -1)), u.unflatten(where, (size, -1))), (where, where)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, a, b, u = ctx.saved_tensors
-        g, (for_x, for_weight, for_bias, for_a, for_b, _) = grads[0], ctx.needs_input_grad
+        x, weight, a, b, u = ctx.saved_tensors
+        g, (for_x, for_weight, for_a, for_b, _) = grads[0], ctx.needs_input_grad
         dx, da, db = torch.ops.dpfed.lora_backward(g, x, u, weight, a, b, ctx.scale, [for_x, for_a, for_b])
         return (
             dx if for_x else None,
             torch.bmm(_per_weight(g, weight).mT, _per_weight(x, weight)) if for_weight else None,
-            _per_weight(g, bias).sum(1) if for_bias else None,
             _summed(da, a) if for_a else None,
             _summed(db, b) if for_b else None,
             None,
         )
 
 
-def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    return cast(tuple[Tensor, Tensor], _Lora.apply(x, weight, bias, a, b, scale))[0]
+def _apply(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return cast(tuple[Tensor, Tensor], _Lora.apply(x, weight, a, b, scale))[0]
 
 
 def for_dynamo() -> None:
@@ -191,9 +182,9 @@ def lora(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, s
     >>> lora(x, weight, None, a, b, 2.0)[0]
     tensor([7., 7., 7.])
     """
-    one = None if bias is None else bias.unsqueeze(0)
-    y = _apply(x.reshape(1, -1, x.shape[-1]), weight.unsqueeze(0), one, a.unsqueeze(0), b.unsqueeze(0), scale)
-    return y.reshape(*x.shape[:-1], -1)
+    y = _apply(x.reshape(1, -1, x.shape[-1]), weight.unsqueeze(0), a.unsqueeze(0), b.unsqueeze(0), scale)
+    y = y.reshape(*x.shape[:-1], -1)
+    return y if bias is None else y + bias
 
 
 class LoraProducts(nn.Module):
@@ -212,8 +203,7 @@ def _parts(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor
     [name], large = names, layer.base_layer
     a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
     plain = all(type(part) is nn.Linear for part in (large, a, b)) and a.bias is None and b.bias is None
-    tensors = [w for w in (large.weight, large.bias, a.weight, b.weight) if w is not None]
-    if not plain or getattr(dropout, "p", 0.0) or {w.dtype for w in tensors} != {x.dtype}:
+    if not plain or getattr(dropout, "p", 0.0) or {w.dtype for w in (large.weight, a.weight, b.weight)} != {x.dtype}:
         return None
     return large.weight, large.bias, a.weight, b.weight, float(layer.scaling[name])
 

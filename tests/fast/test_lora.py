@@ -140,7 +140,7 @@ def test_weights_are_not_copied_for_records() -> None:
     own = (S, RANK, IN), (S, OUT, RANK)
     with Products() as seen:
         vmap(vmap(grad(loss, argnums=(0, 1)), in_dims=(None, None, 0)))(a, b, x)
-    assert seen.forward == [((S, B * T, IN), (1, OUT, IN), (1, OUT), *own)]  # W once for the cohort, A and B once a client
+    assert seen.forward == [((S, B * T, IN), (1, OUT, IN), *own)]  # W once for the cohort, A and B once a client
     assert seen.backward == [((S * B, T, OUT), (S * B, T, IN), (S * B, T, RANK), (1, OUT, IN), *own)]
     assert seen.biggest == 0
 
