@@ -35,7 +35,7 @@ from dpfed import AdamW, FedAdamW, FedAvg, Gaussian, Plain, Recipe
 from dpfed.flat import Records
 
 BATCH, COHORT, STEPS = 150, 10, 20
-CENTRES = {"vit": {"adam": 3e-3, "sgd": 0.3, "private": 6e-3}, "minilm": {"adam": 1e-3, "sgd": 0.3, "private": 9e-3}}
+CENTRES = {"vit": {"adam": 3e-3, "sgd": 1.0, "private": 9e-3}, "minilm": {"adam": 1e-3, "sgd": 0.5, "private": 9e-3}}
 
 
 def contestants(chosen: argparse.Namespace) -> list[Contestant]:

@@ -19,11 +19,11 @@ from dpfed import FashionMini, Gaussian, Plain, Recipe, algorithms
 from dpfed.catalogue import CENTRALISED, FEDERATED
 
 # Where the search begins (private, plain): for the packaged task with the rates of the catalogue; for a transformer under LoRA
-# with about what its new head alone liked best, trained on the features that the model has from the start.
+# with about what a new head alone liked best, trained for as long on the features that the model has from the start.
 TRANSFORMERS = {
-    **dict.fromkeys(("FedAvg", "FedProx", "FedSAM", "Scaffold", "FedOpt", "SGD"), (4.0, 0.4)),
-    **dict.fromkeys(("FedAvgLS", "FedCM"), (8.0, 1.6)),
-    **dict.fromkeys(("Adam", "AdamW", "AdamBC", "AdamWBC"), (4e-3, 4e-3)),
+    **dict.fromkeys(("FedAvg", "FedProx", "FedSAM", "Scaffold", "FedOpt", "SGD"), (4.0, 1.6)),
+    **dict.fromkeys(("FedAvgLS", "FedCM"), (8.0, 3.2)),
+    **dict.fromkeys(("Adam", "AdamW", "AdamBC", "AdamWBC"), (8e-3, 8e-3)),
     **dict.fromkeys(("LocalAdam", "LocalAdamW", "FedLADA", "FAFED", "MicroAdam"), (0.032, 0.016)),
     "FedAdamW": (8e-3, 8e-3),
 }

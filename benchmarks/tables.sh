@@ -9,7 +9,7 @@ began=$(date +%s)
 mkdir -p "$folder"
 : "${PYTHON:=python3}" "${DEVICE:=cuda}" "${BACKEND:=inductor}"
 : "${EVERY:=--rounds 16 --central-rounds 80 --steps 5 --cohort 10 --batch 64 --central-batch 64}" "${BESIDE:=}"
-export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-/tmp/inductor} TORCHINDUCTOR_COMPILE_THREADS=4
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-/tmp/inductor} TORCHINDUCTOR_COMPILE_THREADS=3
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 how="--device $DEVICE --backend $BACKEND --compile yes --precision bfloat16 --limit 60"
 every="$PYTHON -m benchmarks.every_algorithm --task benchmarks.real_tasks:small_vit_on_cifar $EVERY --epsilon 8 --clip 1"
@@ -18,7 +18,7 @@ beside="$PYTHON -m benchmarks.beside_peft"
 start() { # NAME COMMAND...: what does not end in time is ended
     local name=$1
     shift
-    timeout -k 5 $((seconds - 15)) "$@" $how --results "$folder/$name.jsonl" --budget $((seconds - 35)) > "$folder/$name.log" 2>&1 &
+    timeout -k 5 $((seconds - 30)) "$@" $how --results "$folder/$name.jsonl" --budget $((seconds - 55)) > "$folder/$name.log" 2>&1 &
 }
 
 federated="FAFED, FedA FedC FedL FedO FedP FedS Local Scaffold"
@@ -36,11 +36,12 @@ wait
 for table in every vit minilm; do
     cat "$folder/$table"-*.jsonl > "$folder/all-$table.jsonl"
 done
-{
-    $every --results "$folder/all-every.jsonl" --budget 0
-    $beside vit --results "$folder/all-vit.jsonl" --budget 0 --num-records 1
-    $beside minilm --results "$folder/all-minilm.jsonl" --budget 0 --num-records 1
-} 2>&1 | tee "$folder/tables.md"
+$every --results "$folder/all-every.jsonl" --budget 0 > "$folder/every.md" &
+for kind in vit minilm; do
+    $beside $kind --results "$folder/all-$kind.jsonl" --budget 0 --num-records 1 > "$folder/$kind.md" &
+done
+wait
+cat "$folder"/{every,vit,minilm}.md
 for log in "$folder"/*.log; do
     grep -q "^Traceback" "$log" && echo "== $log" && tail -n 4 "$log" | cut -c1-600
 done | tee "$folder/errors.txt"
