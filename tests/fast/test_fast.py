@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpfed import fast
 from dpfed.compiled import reshaping
@@ -98,7 +101,7 @@ def test_convolutions_by_patches_are_convolutions() -> None:
 
     def gradients(by_patches: bool) -> dict[str, Tensor]:
         def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
-            with Products(weights if by_patches else {}, (), lambda name, out: out):
+            with Products(weights, (), lambda name, out: out, by_patches):
                 return functional_call(module, weights, (x,)).square().sum()
 
         return vmap(vmap(grad(loss), in_dims=(None, 0)))(weights, x)
@@ -106,6 +109,30 @@ def test_convolutions_by_patches_are_convolutions() -> None:
     found, expected = gradients(True), gradients(False)
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-11, atol=1e-11)
+
+
+def num_convolutions(layer: nn.Conv2d, by_patches: bool) -> int:
+    """Of a layer that is frozen, whose numbers are compared first."""
+    x = torch.randn(1, 4, 11, 9, dtype=torch.float64)
+    seen = Counter[Any]()
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+            seen[func] += 1
+            return func(*given, **(named or {}))
+
+    with Seen(), Products({}, (), lambda name, out: out, by_patches):
+        out = layer(x)
+    torch.testing.assert_close(out, layer(x))
+    return seen[torch.ops.aten.convolution.default]
+
+
+def test_a_frozen_convolution_that_cuts_into_tiles_is_a_product() -> None:
+    tiles = nn.Conv2d(4, 6, 3, 3), nn.Conv2d(4, 6, (2, 3), (2, 3), bias=False)
+    others = nn.Conv2d(4, 6, 3), nn.Conv2d(4, 6, 3, 3, padding=1), nn.Conv2d(4, 6, 1), nn.Conv2d(4, 6, 2, 2, groups=2)
+    others = *others, nn.Conv2d(4, 6, 2, 2, dilation=2)
+    assert [num_convolutions(layer.double(), True) for layer in (*tiles, *others)] == [0, 0, 1, 1, 1, 1, 1]
+    assert num_convolutions(tiles[0].double(), False) == 1
 
 
 def test_what_cannot_be_done_by_patches_is_left_alone() -> None:
