@@ -119,8 +119,14 @@ class Compiler:
         if self.backend == "eager":
             return trace
         from torch._dynamo.backends.registry import lookup_backend  # it takes a second, and not everybody compiles
+        from torch._guards import TracingContext, tracing
+        from torch._subclasses import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-        return cast(Any, lookup_backend(self.backend))(trace, tensors)
+        known = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)  # else inductor keeps nothing between runs
+        with tracing(TracingContext(known)):
+            fake = [known.from_tensor(tensor, static_shapes=True) for tensor in tensors]
+            return cast(Any, lookup_backend(self.backend))(trace, fake)
 
     def _graph(self, key: Hashable, program: Program, fixed: list[Tensor], tensors: list[Tensor]) -> Program:
         if key not in self._graphs:
