@@ -93,6 +93,8 @@ def missing(
         return [rounded(at.centre * chosen.factor**exponent) for exponent in range(-chosen.most, chosen.most + 1)]
 
     def following(at: Contestant) -> float | None:
+        if any("crash" in line for (name, _, _), line in known.items() if name == at.name):
+            return None
         found, tried = searched(known, at.name), rates(at)
         place = next_rate({n - chosen.most: found[lr] for n, lr in enumerate(tried) if lr in found}, chosen.most)
         return None if place is None else tried[place + chosen.most]
