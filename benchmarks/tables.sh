@@ -39,13 +39,14 @@ for table in every vit minilm; do
 done
 if ((seconds)); then
     rm -f "$folder"/*.log
-    first="FedA* FedC* FedL*" second="FedO* FedP* FedS* Scaffold* FAFED* Local*" server="SGD* Adam* MicroAdam*"
-    start every-plain-1 $every --memory 16 --columns plain --only $first
-    start every-plain-2 $every --memory 16 --columns plain --only $second
-    start every-plain-3 $every --memory 16 --columns plain --only $server
-    start every-local-1 $every --memory 16 --columns local --only $first
-    start every-local-2 $every --memory 16 --columns local --only $second
-    start every-server $every --memory 16 --columns local distributed --only $server
+    part=0
+    for federated in "FedA* FedC* FedL*" "FedO* FedP* FedS*" "Scaffold* FAFED* Local*"; do
+        part=$((part + 1))
+        start every-plain-$part $every --memory 16 --columns plain --only $federated
+        start every-local-$part $every --memory 16 --columns local --only $federated
+    done
+    start every-plain-4 $every --memory 16 --columns plain --only SGD* Adam* MicroAdam*
+    start every-server $every --memory 16 --columns local distributed --only SGD* Adam* MicroAdam*
     for kind in "vit --epochs 3" "minilm --epochs 1"; do
         name=${kind%% *}
         start "$name-loop" $beside $kind $BESIDE --only "PEFT loop*"
