@@ -33,7 +33,6 @@ Function = Callable[[Inputs], Outputs]
 Program = Callable[[list[Tensor]], Outputs]
 Run = Callable[[Hashable, Function, Held, Inputs], Outputs]
 
-UNNAMEABLE = torch.ops.aten.convolution_backward.default  # TorchScript cannot write down what it is called with
 _PROGRAMS: dict[Hashable, Program | str] = {}
 _NUMBERS: dict[Hashable, int] = {}
 
@@ -121,8 +120,7 @@ class Compiler:
 
     def _compiled(self, trace: Any, tensors: list[Tensor]) -> Callable[..., Iterable[Tensor]]:
         if self.backend == "eager":
-            known = all(node.target is not UNNAMEABLE for node in trace.graph.nodes)
-            return _from_outside(trace, tensors) if known else trace
+            return _from_outside(trace, tensors)
         from torch._dynamo.backends.registry import lookup_backend  # it takes a second, and not everybody compiles
 
         return cast(Any, lookup_backend(self.backend))(trace, tensors)
@@ -153,7 +151,10 @@ def reshaping(trace: torch.fx.GraphModule) -> None:
 
 def _from_outside(trace: torch.fx.GraphModule, tensors: list[Tensor]) -> Callable[..., Iterable[Tensor]]:
     """The same operations in the same order, called by TorchScript, which takes a third of the time that Python does."""
-    script: Any = torch.jit.trace(trace, tuple(tensors), check_trace=False)
+    try:
+        script: Any = torch.jit.trace(trace, tuple(tensors), check_trace=False)
+    except RuntimeError:  # a few it cannot write down, such as the gradient of a convolution
+        return trace
 
     def call(*tensors: Tensor) -> Iterable[Tensor]:
         with cast(Any, torch.jit).optimized_execution(False):  # which would add up products in another order
