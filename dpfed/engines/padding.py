@@ -15,6 +15,7 @@ from dpfed import data
 from dpfed.algorithm import Round
 from dpfed.data import Sampling
 from dpfed.engines.job import Job
+from dpfed.flat import sent
 from dpfed.keyed import fold
 from dpfed.privacy import Part
 
@@ -160,7 +161,7 @@ class Batches:
         if device.type == "cpu":
             return steps
         tensors = [x for step in steps for chunk in step for x in chunk if x is not None]
-        whole = torch.cat([x.flatten() for x in tensors]).pin_memory().to(device, non_blocking=True)
+        whole = sent(torch.cat([x.flatten() for x in tensors]), device)
         pieces = iter(whole.split([x.numel() for x in tensors]))
 
         def moved(x: Tensor | None) -> Tensor | None:
