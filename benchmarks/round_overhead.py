@@ -32,7 +32,7 @@ from benchmarks.cohort_step import processor
 HERE = Path(__file__).resolve().parent
 PACKAGES = ("pfl==0.6.0", "flwr[simulation]==1.41.0")
 DPFED, PFL, FLOWER = "dpfed", "pfl", "flower"
-WARM = {DPFED: 1300, PFL: 100, FLOWER: 2}  # rounds: of Poisson batches of one client, half need a second call
+WARM = {DPFED: 1300, PFL: 100, FLOWER: 2}  # rounds; every second batch of one client needs a call more, to be traced, too
 FIELD = (
     (DPFED, "plain"),
     (DPFED, "records private"),
