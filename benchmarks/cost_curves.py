@@ -19,10 +19,12 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import tyro
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 from torch import nn
 
 from benchmarks.cohort_step import processor
@@ -117,39 +119,76 @@ def measured(point: Point) -> dict[str, float]:
     return json.loads(found.stdout.splitlines()[-1])
 
 
-def slope(costs: list[tuple[int, float]]) -> str:
-    """Between the last two points, as a power."""
-    (x, a), (y, b) = costs[-2:]
-    return f"~ n^{torch.log(torch.tensor(b / a)).item() / torch.log(torch.tensor(y / x)).item():.2f}" if min(a, b) > 0 else ""
+def line(costs: list[tuple[int, float]]) -> tuple[float, float]:
+    """The straight line  a + b n  that is off by the smallest part of what was measured; neither is below zero."""
+    places, values = torch.tensor(costs, dtype=torch.float64).unbind(1)
+    terms = torch.stack([1 / values, places / values], dim=1)
+    a, b = torch.linalg.lstsq(terms, torch.ones(len(costs), 1, dtype=torch.float64)).solution.flatten().tolist()
+    if b < 0:
+        return 1 / float((1 / values).mean()), 0.0
+    return (a, b) if a > 0 else (0.0, 1 / float((places / values).mean()))
+
+
+def in_words(a: float, b: float, most: int, unit: str, small: str, factor: int, one: str) -> str:
+    """The line, where its slope shows: ``factor`` of the small unit are one of the other."""
+    slope = b * factor
+    return f"{a:.1f} {unit}" if b * most < a / 5 else f"{a:.1f} {unit} + {slope:.3g} {small} a {one}"
+
+
+AXIS = {
+    "clients of the federation": ("All clients", "client", "100 of them in a round"),
+    "clients of a cohort": ("Clients in a round", "client", "out of 2,000"),
+    "records of a batch": ("Records in a batch", "record", "of each of 10 clients"),
+    "parameters": ("Parameters", "parameter", "10 clients, batches of 8"),
+}
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
+    """Points are measured, lines are straight (and bent only by the logarithmic axes)."""
+    rows = ("milliseconds", "CPU time of a round", "ms", "µs", 1000), ("mebibytes", "Memory of the run", "MiB", "KiB", 1024)
     with rc_context(STYLE):
-        page = Figure(figsize=(11, 5), layout="constrained")
-        for column, (axis, curves) in enumerate(found["axes"].items()):
-            for row, (what, unit) in enumerate(
-                (("milliseconds", "ms of a round (CPU)"), ("mebibytes", "MiB beyond the records"))
-            ):
-                axes = page.add_subplot(2, len(found["axes"]), 1 + column + row * len(found["axes"]))
-                for (name, points), colour in zip(curves.items(), COLOURS, strict=False):
-                    costs = [(point["place"], max(point[what], 0.1)) for point in points]
-                    axes.plot(*zip(*costs, strict=True), "o-", color=colour, label=f"{name} {slope(costs)}", markersize=4)
-                axes.set(xscale="log", yscale="log", xlabel=axis if row else "", ylabel="" if column else unit)
-                axes.legend(fontsize=7)
-        page.suptitle(f"{found['machine']}: linear 20 -> 2 unless said otherwise, one private step a round", fontsize=9)
+        page = Figure(figsize=(14, 6.6), layout="constrained")
+        panels = page.subplots(2, len(found["axes"]), sharex="col", sharey="row")
+        for (axis, curves), column in zip(found["axes"].items(), panels.T, strict=True):
+            title, one, about = AXIS[axis]
+            for axes, (what, _, *units) in zip(column, rows, strict=True):
+                for (algorithm, points), colour in zip(curves.items(), COLOURS, strict=False):
+                    costs = [(point["place"], point[what]) for point in points]
+                    (first, _), (last, _) = costs[0], costs[-1]
+                    a, b = line(costs)
+                    places = np.geomspace(first, last, 100)
+                    words = in_words(a, b, last, *units, one)
+                    axes.plot(places, a + b * places, color=colour, linewidth=1.4, label=f"{algorithm}: {words}")
+                    axes.plot(*zip(*costs, strict=True), "o", color=colour, markersize=5)
+                axes.set(xscale="log", yscale="log", ylim=(1, 1000))
+                axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+                axes.yaxis.set_major_formatter("{x:,.0f}")
+                axes.legend(loc="upper left", fontsize=8.5, frameon=False, handlelength=1.2, borderaxespad=0.2)
+            column[0].set_title(title)
+            column[1].set_xlabel(f"{title.lower()}\n({about})")
+        for axes, (_, name, unit, *_) in zip(panels[:, 0], rows, strict=True):
+            axes.set_ylabel(f"{name}, {unit}")
+        page.suptitle(
+            "A constant, and so much for each more: straight lines, bent by the logarithmic axes.  "
+            f"{found['machine']}; linear 20 → 2 but for the parameters; one private local step a round",
+            fontsize=9.5,
+        )
         page.savefig(path, dpi=150)
 
 
-def main(out: Path = Path("benchmarks"), point: str | None = None) -> None:
+def main(out: Path = Path("benchmarks"), redraw: bool = False, point: str | None = None) -> None:
     """Measure, print and draw the curves.
 
     Args:
         out: a folder for cost_curves.json and cost_curves.png.
+        redraw: only draw what cost_curves.json in that folder says.
         point: one point as JSON, measured in this process; the others are given to processes like that.
     """
     if point is not None:
         print(json.dumps(cost(Point(*json.loads(point)))))
         return
+    if redraw:
+        return draw(json.loads((out / "cost_curves.json").read_text()), out / "cost_curves.png")
     found: dict[str, Any] = {"machine": f"{processor()}, torch {torch.__version__}, one thread", "axes": {}}
     for axis, curves in AXES.items():
         print(f"\n| {axis:>26} | algorithm | ms a round | MiB | dealing s | planning s |\n|{'---:|---|' + '---:|' * 4}")

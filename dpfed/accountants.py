@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
@@ -115,7 +115,7 @@ class Event:
         return accounting.SampledWithoutReplacementDpEvent(self.num_examples, self.batch_size, gaussian)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(vars(self))
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Event:

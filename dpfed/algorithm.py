@@ -93,8 +93,8 @@ class Release(NamedTuple):
 class Gradient(Protocol):
     """The private gradient of one local step, and the public variance of its noise."""
 
-    noise_var: Tensor
-
+    @property
+    def noise_var(self) -> Tensor: ...
     def __call__(self, theta: Tensor, *, draw: int = 0, minus: tuple[float, Tensor] | None = None) -> Tensor: ...
 
 

@@ -81,7 +81,7 @@ def batches(
     batch_size: int,
     sampling: Drawing,
     draw: int = 0,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[np.ndarray, np.ndarray]:
     """Which of its records each client uses in local step ``k`` of ``num_steps`` in round ``t`` (``draw`` > 0: a further batch
     of that step): those of the first client in rising order, then those of the second; and how many each uses.
 
@@ -96,7 +96,7 @@ def batches(
             "mechanism.sampling: 'shuffled' needs a seed, and a deployment has none: an order that is drawn anew in every step "
             "is no pass over the records. Take 'fixed'."
         )
-    random, lengths = torch.Generator(), torch.tensor(sizes)
+    random, lengths = torch.Generator(), np.array(sizes)
 
     def coins_of(client: int) -> torch.Generator:
         return keyed(random, key(seed, "batch", t, client, k, draw))
@@ -117,12 +117,12 @@ def batches(
         return secure_uniform(size) if seed is None else torch.rand(size, generator=coins_of(client), dtype=torch.float64)
 
     if sampling != "poisson":
-        return torch.cat([*map(order, clients, sizes)]), lengths.clamp(max=batch_size)
-    thrown = torch.cat([*map(coins, clients, sizes)])
-    chosen = (thrown < (batch_size / lengths.double()).repeat_interleave(lengths)).nonzero().squeeze(1)
-    ends = lengths.cumsum(0)
-    owner = torch.searchsorted(ends, chosen, right=True)
-    return chosen - (ends - lengths)[owner], torch.bincount(owner, minlength=len(sizes))
+        return torch.cat([*map(order, clients, sizes)]).numpy(), lengths.clip(max=batch_size)
+    thrown = torch.cat([*map(coins, clients, sizes)]).numpy()
+    chosen = np.flatnonzero(thrown < (batch_size / lengths).repeat(lengths))
+    ends = lengths.cumsum()
+    owner = ends.searchsorted(chosen, side="right")
+    return chosen - (ends - lengths)[owner], np.bincount(owner, minlength=len(sizes))
 
 
 def batch(
@@ -138,7 +138,7 @@ def batch(
     draw: int = 0,
 ) -> Tensor:
     """The batch of one client: see `batches`."""
-    return batches(seed, t, [client], k, num_steps, [num_examples], batch_size, sampling, draw)[0]
+    return torch.from_numpy(batches(seed, t, [client], k, num_steps, [num_examples], batch_size, sampling, draw)[0])
 
 
 class Shares(Sequence[Tensor]):
@@ -267,7 +267,7 @@ class Federation:
     @property
     def shares(self) -> Shares:
         """``clients`` as what it is."""
-        return Shares.of(self.clients)
+        return cast(Shares, self.clients)
 
     @property
     def sizes(self) -> list[int]:

@@ -16,6 +16,8 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 from dpfed.accountants import (
@@ -121,6 +123,11 @@ def bills(receipts: Iterable[Receipt]) -> list[Bill]:
     return sorted((Bill(t, tuple(sorted(clients)), plan) for (t, plan), clients in found.items()), key=lambda bill: bill[:2])
 
 
+@lru_cache(maxsize=2**14)
+def _together(plan: Plan, more: Plan) -> Plan:
+    return as_plan(Counter(dict(plan)) + Counter(dict(more)))
+
+
 class Ledger:
     """The receipts of a run. One that is posted again, as after a crash, counts once.
 
@@ -158,13 +165,13 @@ class Ledger:
         self._check_coins(self._announced, {bill.clients[0] for bill in fresh})
         for bill in fresh:
             self._rounds[bill.t] = [*self._rounds.get(bill.t, ()), bill]
-            self._add(bill.clients, Counter(dict(bill.plan)))
+            self._add(bill.clients, bill.plan)
         return fresh
 
-    def _add(self, clients: tuple[int, ...], events: Counter[Event]) -> None:
+    def _add(self, clients: tuple[int, ...], more: Plan) -> None:
         """To what these clients have spent: by those who had spent the same."""
         before = Counter(map(self._plans.get, clients))
-        after = {plan: as_plan(Counter(dict(plan or ())) + events) for plan in before}
+        after = {plan: _together(plan or Plan(), more) for plan in before}
         for client in clients:
             self._plans[client] = after[self._plans.get(client)]
         for plan, count in before.items():
@@ -191,6 +198,15 @@ class Ledger:
     def announced(self) -> dict[int, float]:
         """The rounds that were joined by a coin, and its rate."""
         return self._announced.copy()
+
+    def before(self, t: int) -> Ledger:
+        """What had been spent before round ``t``: where that is all, the ledger itself."""
+        if t > max(chain(self._rounds, self._announced), default=-1):
+            return self
+        earlier = Ledger()
+        earlier.announce({index: rate for index, rate in self._announced.items() if index < t})
+        earlier.post(receipt for receipt in self if receipt.t < t)
+        return earlier
 
     def __iter__(self) -> Iterator[Receipt]:
         """The receipts as they came: what has to be stored."""

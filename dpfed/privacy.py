@@ -105,9 +105,12 @@ class PrivateGradient:
         if mechanism.sigma and self._noisy:
             share = math.sqrt(cohort_size) if mechanism.noise == "distributed" else 1.0
             self._noise_std = mechanism.sigma * reach(self._clipping, self._clip) / share * factors
-        self.noise_var = (self._noise_std / sizes) ** 2
         self.queries: Counter[int] = Counter()
         self.within = torch.zeros_like(sizes)
+
+    @property
+    def noise_var(self) -> Tensor:
+        return (self._noise_std / self._sizes) ** 2
 
     def __call__(self, theta: Tensor, *, draw: int = 0, minus: tuple[float, Tensor] | None = None, only: slice = ALL) -> Tensor:
         """``[d]`` or ``[S, d]`` -> ``[S, d]``: clipped per record, summed, noised, divided by the expected size.
@@ -336,11 +339,11 @@ def _clipped(sums: Sums, asked: Asked, inputs: Inputs) -> Outputs:
         norms = [piece.norms() for piece in pieces]
         whole = torch.stack(norms).square().sum(0).sqrt()
         bounds = [(norm, clip / math.sqrt(len(pieces))) for norm in norms] if asked.clipping == "block" else [(whole, clip)]
-        totals: list[Tensor] = []
-        for piece, (norm, bound) in zip(pieces, bounds * (len(pieces) // len(bounds)), strict=True):
-            usable = norm.isfinite() & mask
-            totals.append(piece.total(torch.where(usable, shrinkage(norm, bound, asked.clipping), 0), usable))
-        return torch.cat(totals, dim=-1), whole
+        usable = [norm.isfinite() & mask for norm, _ in bounds]
+        kept = zip(usable, bounds, strict=True)
+        scales = [(torch.where(where, shrinkage(*bound, asked.clipping), 0), where) for where, bound in kept]
+        each = zip(pieces, scales * (len(pieces) // len(scales)), strict=True)
+        return torch.cat([piece.total(*scale) for piece, scale in each], dim=-1), whole
 
 
 class _Gradient(NamedTuple):
@@ -460,16 +463,19 @@ def _of_records(sums: Sums, asked: Asked, inputs: Inputs, number: int) -> dict[s
 def lengths(x: Tensor) -> Tensor:
     """The L2 norms over the last axis. In float32 a sum over millions of squares would be off by half a percent, and the clip
     with it; block by block it is right to 2^-16."""
-    num_blocks = x.shape[-1] // BLOCK
-    whole = x[..., : num_blocks * BLOCK].unflatten(-1, (num_blocks, BLOCK))
-    rest = x[..., num_blocks * BLOCK :]
-    both = torch.cat([torch.linalg.vector_norm(whole, dim=-1), rest], dim=-1)
-    return both.double().square().sum(-1).sqrt().to(x.dtype)  # torch 2.11 traces vector_norm of an axis of length 1 wrongly
+    parts = x
+    if num_blocks := x.shape[-1] // BLOCK:
+        whole = x[..., : num_blocks * BLOCK].unflatten(-1, (num_blocks, BLOCK))
+        parts = torch.cat([torch.linalg.vector_norm(whole, dim=-1), x[..., num_blocks * BLOCK :]], dim=-1)
+    return parts.double().square().sum(-1).sqrt().to(x.dtype)  # torch 2.11 traces vector_norm of an axis of length 1 wrongly
 
 
 def shrinkage(norms: Tensor, clip: Tensor | float, clipping: Clipping) -> Tensor:
-    """What a vector of this norm is multiplied with, so that its norm is ``clip`` at most."""
-    return clip / (norms + STABLE) if clipping == "automatic" else (clip / norms).clamp(max=1)
+    """What a vector of this norm is multiplied with, so that its norm is ``clip`` at most.
+
+    A quotient of a number and of a tensor with that number would round differently, and a trace has tensors.
+    """
+    return clip * (norms + STABLE).reciprocal() if clipping == "automatic" else (clip * norms.reciprocal()).clamp(max=1)
 
 
 def _within(norms: Tensor, clip: float) -> Tensor:

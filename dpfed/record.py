@@ -79,6 +79,7 @@ class RunRecord:
         self._num_charges, self._due = 0, list[Bill]()  # in the file; in the ledger, but not in the file yet
         self._announced, self._ends = set[int](), dict[str, int]()
         self._release: weakref.finalize[..., RunRecord] | None = None
+        self._remedy = f"Make room, or allow writing, and go on with `dpfed resume {self.path}`."
         if not (self.path / LEDGER).is_file():
             raise InputError(f"{self.path}: there is no run here ({LEDGER} is missing). Name the folder of a run.")
         self.recipe, self.environment = (_parse(read(self.path / name), self.path / name) for name in (RECIPE, ENVIRONMENT))
@@ -166,7 +167,7 @@ class RunRecord:
     def append(self, row: Mapping[str, Any]) -> None:
         """Add the row of one round; durable with the next checkpoint, without which the round is done again."""
         self._own()
-        checked = self._checked(dict(row), f"{self.path / ROWS}, new row")
+        checked = self._checked(dict(row), f"{self.path}/{ROWS}, new row")
         self._append(ROWS, [checked], durable=False)
         self.rows.append(checked)
 
@@ -258,11 +259,13 @@ class RunRecord:
 
     def _append(self, name: str, values: list[dict[str, Any]], durable: bool = True) -> None:
         """Add lines behind the last whole one, so that what a crash or a full disk tore is written over."""
-        data, end = b"".join(_dump(value, name) for value in values), self._ends[name]
-        with self._disk(name), os.fdopen(os.open(self.path / name, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
-            if os.fstat(file.fileno()).st_size < end:
-                raise InputError(f"{self.path / name}: became shorter while in use. Put the file back as it was.")
-            file.truncate(end)
+        data, end, path = b"".join(_dump(value, name) for value in values), self._ends[name], self.path / name
+        with disk(path, self._remedy), os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < end:
+                raise InputError(f"{path}: became shorter while in use. Put the file back as it was.")
+            if size > end:
+                file.truncate(end)
             file.seek(end)
             file.write(data)
             file.flush()
@@ -294,7 +297,7 @@ class RunRecord:
             replace_file(self.path / name, data)
 
     def _disk(self, name: str) -> AbstractContextManager[None]:
-        return disk(self.path / name, f"Make room, or allow writing, and go on with `dpfed resume {self.path}`.")
+        return disk(self.path / name, self._remedy)
 
     def fingerprint(self) -> str:
         """Of the recipe, which stands in every file of tensors."""
@@ -346,14 +349,14 @@ def _dump(value: Mapping[str, Any], where: str, indent: int | None = None) -> by
         return str(float(leaf)) if isinstance(leaf, float) and not math.isfinite(leaf) else leaf
 
     try:
-        return json.dumps(_leaves(value, plain), indent=indent, allow_nan=False).encode() + b"\n"
+        return json.dumps(_leaves(dict(value), plain), indent=indent, allow_nan=False).encode() + b"\n"
     except TypeError as error:
         raise InputError(f"{where}: {error}. Give plain numbers, texts, lists and dicts.") from error
 
 
 def _leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _leaves(item, change) for key, item in cast(Mapping[Any, Any], value).items()}
+    if isinstance(value, dict):
+        return {str(key): _leaves(item, change) for key, item in cast(dict[Any, Any], value).items()}
     if isinstance(value, (list, tuple)):
         return [_leaves(item, change) for item in cast(list[Any], value)]
     return change(value)

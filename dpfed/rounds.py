@@ -32,7 +32,7 @@ from dpfed.flat import FlatModel
 from dpfed.forecast import Forecast, blank_upload, coins, forecast, planned_receipts, public_fields
 from dpfed.forecast import dry_round as dry_round
 from dpfed.forecast import planned_events as planned_events
-from dpfed.ledger import Ledger, Receipt, bills
+from dpfed.ledger import Receipt, bills
 from dpfed.mechanism import Gaussian, calibrated_sigma, expected_size, reach
 from dpfed.memories import Memories
 from dpfed.pieces import Moment, no_moment, push, schedule_scale
@@ -125,16 +125,11 @@ def _training(recipe: Recipe, record: RunRecord, engine: Engine, plan: Forecast)
     needed = [] if stored is None else stored[1]["memories"].tolist()
     record.rewind(first)
     memories = Memories(record.path, record.fingerprint(), first, needed)
-    spent = Ledger()  # the record's may know already of rounds that are done again
-    spent.announce({t: rate for t, rate in record.ledger.announced.items() if t < first})
-    spent.post(receipt for receipt in record.ledger if receipt.t < first)
     since, cost, known = time.monotonic(), 0.0, Startup()
     for t in range(first, plan.num_rounds):
         began, last, cohort = time.monotonic(), t == plan.num_rounds - 1, plan.cohorts[t]
-        receipts, coin = planned_receipts(recipe, job, t, cohort, plan.dry), coins(recipe, job, t)
-        record.charge(receipts, coin)
-        spent.announce(coin)
-        spent.post(receipts)
+        receipts = planned_receipts(recipe, job, t, cohort, plan.dry)
+        record.charge(receipts, coins(recipe, job, t))
         row: Row = {"t": t, "clients": len(cohort), "bytes_down": num_bytes(now.s), "bytes_up": 0}
         if cohort or job.mechanism.unit == "client":
             announced = _announced(recipe, job, t, now, cohort)
@@ -154,7 +149,7 @@ def _training(recipe: Recipe, record: RunRecord, engine: Engine, plan: Forecast)
         now = now._replace(average=_averaged(recipe, now, t, plan.num_rounds))
         if (t + 1) % recipe.evaluate_every == 0 or last:
             row |= _judged(recipe, job, now)
-            row["epsilon"] = spent.epsilon(recipe.delta)
+            row["epsilon"] = record.ledger.before(t + 1).epsilon(recipe.delta)  # it may know of rounds that are done again
         if last and plan.ending:
             row["ended_by"] = plan.ending
         row["seconds"] = round(time.monotonic() - began, 4)

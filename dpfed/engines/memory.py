@@ -7,6 +7,7 @@ client: its parameters, its sum, its noise and its algorithm's state. Whatever t
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -53,6 +54,7 @@ def cache(need: Demand) -> float:
     return max(CACHE, min(WORTHWHILE * need.per_record, MOST))
 
 
+@lru_cache(maxsize=256)
 def plan(
     need: Demand,
     num_clients: int,

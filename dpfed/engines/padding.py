@@ -84,9 +84,9 @@ class _Chunk(NamedTuple):
     rows: Tensor | None
 
 
-def _padding(index: Tensor) -> Tensor:
+def _padding(index: np.ndarray) -> np.ndarray:
     """The same records as mere padding."""
-    return ~torch.where(index >= 0, index, ~index)
+    return np.where(index >= 0, ~index, index)
 
 
 class Batches:
@@ -123,31 +123,38 @@ class Batches:
     def _draw(self, k: int, draw: int) -> list[_Chunk]:
         job, t, num_steps, num_clients = self._job, self._t.index, self._t.num_steps, len(self._clients)
         mechanism, shares = job.mechanism, job.federation.shares
-        sizes, starts = [shares.sizes[i] for i in self._clients], torch.tensor([shares.starts[i] for i in self._clients])
+        sizes, starts = [shares.sizes[i] for i in self._clients], np.array([shares.starts[i] for i in self._clients])
         size, sampling = mechanism.batch_size, mechanism.sampling
         chosen, counts = data.batches(job.seed, t, self._clients, k, num_steps, sizes, size, sampling, draw)
         (first, further, rows), most = self._shape, int(counts.max())
         num_columns = first + further * max(0, math.ceil((most - first) / max(1, further)))
-        index, keys = torch.zeros(2, self._num_rows, num_columns, dtype=torch.long)
-        row = torch.from_numpy(np.repeat(np.arange(num_clients), counts.numpy()))  # torch's takes all threads for it
-        column = torch.arange(len(chosen)) - (counts.cumsum(0) - counts)[row]
-        index[:num_clients] = ~shares.rows[starts].unsqueeze(1)
-        index[row, column] = shares.rows[starts[row] + chosen]
+        index, keys = np.zeros((2, self._num_rows, num_columns), np.int64)
+        row, own = np.arange(num_clients).repeat(counts), shares.rows.numpy()
+        column = np.arange(len(chosen)) - (counts.cumsum() - counts)[row]
+        index[:num_clients] = ~own[starts][:, None]
+        index[row, column] = own[starts[row] + chosen]
         if job.model.needs_key:
             names = torch.tensor([data.key(job.seed, "record", t, i, k, draw) for i in self._clients])
-            keys[row, column] = fold(names[row], chosen)
-        whose = torch.arange(self._num_rows) % num_clients
-        index[num_clients:] = _padding(index[whose[num_clients:], :1])
-        everyone = whose if self._num_rows > num_clients else None
-        chunks = [_Chunk(index[:, some], keys[:, some], everyone) for some in self._pieces(first)]
+            keys[row, column] = fold(names[row], torch.from_numpy(chosen)).numpy()
+        everyone = None
+        if self._num_rows > num_clients:
+            everyone = np.arange(self._num_rows) % num_clients
+            index[num_clients:] = _padding(index[everyone[num_clients:], :1])
+        chunks = self._chunks(index, keys, everyone, first)
         for low in range(first, num_columns, max(1, further)):
             over = [place for place, count in enumerate(counts.tolist()) if count > low]
             for start in range(0, len(over), rows):
-                here = torch.tensor((over[start : start + rows] + over[:1] * rows)[:rows])
-                mine, own = index[here, low : low + further], keys[here, low : low + further]
+                here = np.array((over[start : start + rows] + over[:1] * rows)[:rows])
+                mine, theirs = index[here, low : low + further], keys[here, low : low + further]
                 mine[len(over) - start :] = _padding(mine[len(over) - start :])
-                chunks += [_Chunk(mine[:, some], own[:, some], here) for some in self._pieces(further)]
-        return chunks if job.model.needs_key else [chunk._replace(keys=None) for chunk in chunks]
+                chunks += self._chunks(mine, theirs, here, further)
+        return chunks
+
+    def _chunks(self, index: np.ndarray, keys: np.ndarray, rows: np.ndarray | None, width: int) -> list[_Chunk]:
+        """The first columns, as many as may be in flight in each."""
+        named, whose = self._job.model.needs_key, None if rows is None else torch.from_numpy(rows)
+        which, names = torch.from_numpy(index), torch.from_numpy(keys)
+        return [_Chunk(which[:, some], names[:, some] if named else None, whose) for some in self._pieces(width)]
 
     def _sent(self, steps: list[list[_Chunk]]) -> list[list[_Chunk]]:
         """The same chunks on the device, in one transfer that nobody waits for."""

@@ -208,25 +208,59 @@ def test_every_algorithm_trains_the_same_as_a_program(name: str) -> None:
         torch.testing.assert_close(here.theta, there.theta, rtol=1e-11, atol=1e-11)
 
 
-def test_what_is_called_often_is_traced_and_keeps_every_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def _dense() -> nn.Module:
+    return nn.Sequential(nn.Linear(196, 8).requires_grad_(False), nn.Tanh(), nn.Linear(8, 10))
+
+
+def _convolutional() -> nn.Module:
+    return nn.Sequential(nn.Unflatten(-1, (1, 14, 14)), nn.Conv2d(1, 2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(72, 10))
+
+
+@pytest.mark.parametrize("clipping", ["flat", "block", "automatic", "adaptive"])
+@pytest.mark.parametrize("module", [_dense, _convolutional])
+def test_what_is_called_often_is_traced_and_keeps_every_bit(
+    monkeypatch: pytest.MonkeyPatch, module: Callable[[], nn.Module], clipping: Any
+) -> None:
     """On a CPU, by default; not before it was called so often with the same shapes. Frozen weights are no part of a trace."""
     monkeypatch.setattr(simulation, "PATIENCE", 2)
     torch.manual_seed(0)
     for made in (True, False):
-        module = nn.Sequential(nn.Linear(196, 8).requires_grad_(False), nn.Tanh(), nn.Linear(8, 10))
-        model, federation = FlatModel(module), FashionMini(num_clients=4).build(1)[1]
-        mechanism = Gaussian(sigma=1.0, batch_size=9, sampling="fixed")
+        model, federation = FlatModel(module()), FashionMini(num_clients=4).build(1)[1]
+        mechanism = Gaussian(sigma=1.0, clip=0.3, batch_size=9, sampling="fixed", clipping=clipping)
         work = Job(model, federation, FedAvg(lr=1.0), mechanism, 0, cohort=4)
         traced, eager = (Simulation(device="cpu", compile=how).open(work) for how in ("auto", "no"))
         s = work.algorithm.server_init(model.theta0(), model.layout)
-        for t in range(6):
-            found, expected = (engine.train(Round(t, 1.0, 1, model.layout), s, [0, 1, 2, 3])[0] for engine in (traced, eager))
+        for t in range(3):
+            found, expected = (engine.train(Round(t, 1.0, 2, model.layout), s, [0, 1, 2, 3])[0] for engine in (traced, eager))
             for (_, here), (_, there) in zip(leaves(found), leaves(expected), strict=True):
                 assert here.equal(there)
             assert traced._compiler is not None
-            assert traced._compiler.num_programs == (0 if t < 2 or not made else 1)
+            assert traced._compiler.num_programs == (0 if t < 1 or not made else 1)
         assert traced.description == eager.description
         assert traced.notes == []
+
+
+def test_a_trace_adds_up_in_the_order_of_the_function() -> None:
+    """TorchScript by itself makes one product of so many."""
+    inputs: dict[str, Tensor | float] = {f"{side}.{k}": torch.randn(20, 20) for side in "xw" for k in range(8)}
+
+    def function(inputs: Any) -> tuple[Tensor]:
+        total = inputs["x.0"] @ inputs["w.0"]
+        for k in range(1, 8):
+            total = total + inputs[f"x.{k}"] @ inputs[f"w.{k}"]
+        return (total,)
+
+    compiler = Compiler("eager")
+    for _ in range(4):
+        assert compiler("products", function, {}, inputs)[0].equal(function(inputs)[0])
+    assert (compiler.num_programs, compiler.notes) == (1, [])
+
+
+def test_two_inputs_that_are_one_tensor_at_first_are_two() -> None:
+    """Otherwise what clips, say, could become what scales, once and for all."""
+    compiler, one, two = Compiler("eager"), torch.ones(3), torch.full((3,), 2.0)
+    for a, b in ((one, one), (one, two), (two, one)):
+        assert compiler("difference", lambda given: (given["a"] - 2 * given["b"],), {}, {"a": a, "b": b})[0].equal(a - 2 * b)
 
 
 def test_programs_are_made_once_for_all_methods_on_a_task() -> None:
