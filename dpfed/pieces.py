@@ -251,9 +251,10 @@ def _top(x: Tensor, sizes: Sequence[int], density: float) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def constant(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Numbers that stay, brought to a device once: it would have to wait for them each time."""
-    return torch.tensor(numbers, device=device)
+def constant(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Numbers that stay, brought to a device once, and nobody waits until they are there."""
+    here = torch.tensor(numbers, dtype=dtype)
+    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
 
 
 def ring_moments(ring: Ring, first: Sequence[float], second: Sequence[float], like: Tensor) -> tuple[Tensor, Tensor]:
