@@ -3,8 +3,8 @@
 Their reference is the plain text, ``algorithms/micro_adam.py`` with ``pieces.py``: error and ring are the same to the bit, the
 parameters up to the rounding of a sum; where magnitudes are equal at the edge of a top, the first places are taken.
 
-    survey      a = g + Q^-1(e), of which every group's greatest magnitude is counted. There are more groups than the k entries of
-                a top: so the k-th largest of their greatest is at most the k-th largest of all, and a bound
+    survey      a = g + Q^-1(e) of half the coordinates, of which every group's greatest magnitude is counted. There are no fewer
+                groups than a top has entries: so the k-th largest of their greatest is a bound of the k-th largest of all
     gather      a again: what reaches the bound is listed, a few entries in a hundred
     count       four times, of the lists: how often each byte of the magnitudes occurs, the first one first, and of those alone
                 that begin like the k-th largest as far as that is known
@@ -63,21 +63,27 @@ class Spread(NamedTuple):
 
     first: Tensor
     offsets: Tensor
+    aligned: bool
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Spread:
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        width = tensors[0].element_size()
-        return cls(tensors[0], constant(tuple((address - addresses[0]) // width for address in addresses), tensors[0].device))
+        first, addresses = tensors[0], [tensor.data_ptr() for tensor in tensors]
+        return cls._at(first, tuple((address - addresses[0]) // first.element_size() for address in addresses))
 
     @classmethod
     def inside(cls, whole: Tensor, sizes: Sequence[int]) -> Spread:
         """One vector that holds them all, one behind the other."""
-        return cls(whole, constant(tuple(accumulate([0, *sizes[:-1]])), whole.device))
+        return cls._at(whole, tuple(accumulate([0, *sizes[:-1]])))
+
+    @classmethod
+    def _at(cls, first: Tensor, offsets: tuple[int, ...]) -> Spread:
+        aligned = first.data_ptr() % 16 == 0 and all(offset % 4 == 0 for offset in offsets)
+        return cls(first, constant(offsets, first.device), aligned)
 
 
 class Plan(NamedTuple):
-    """Whose each chunk is, and a row for every tensor: size, first coordinate, kept, first kept, first block, first chunk."""
+    """Whose each chunk is, and a row for every tensor: size, first coordinate, kept, first kept, first block, first
+    chunk, first byte of codes."""
 
     owners: Tensor
     table: Tensor
@@ -85,7 +91,7 @@ class Plan(NamedTuple):
     most_kept: int
 
 
-COLUMNS = tl.constexpr(6)
+COLUMNS = tl.constexpr(7)
 BINS = tl.constexpr(2048)
 """Of magnitudes, 32 to an octave, from 2^-48 on; what is less is in the first one, and what is more in the last."""
 LOWEST = tl.constexpr((127 - 48) * 32)
@@ -96,7 +102,8 @@ def _plan(sizes: tuple[int, ...], density: float, block: int, device: torch.devi
     kept = [num_kept(size, density) for size in sizes]
     blocks, chunks = ([-(-size // length) for size in sizes] for length in (block, CHUNK))
     firsts = [list(accumulate([0, *column[:-1]])) for column in (sizes, kept, blocks, chunks)]
-    rows = torch.tensor([sizes, firsts[0], kept, *firsts[1:]], dtype=torch.int32).t().contiguous()
+    codes = [number * block // 2 for number in firsts[2]]
+    rows = torch.tensor([sizes, firsts[0], kept, *firsts[1:], codes], dtype=torch.int32).t().contiguous()
     owners = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(torch.tensor(chunks))
     return Plan(owners.to(device), rows.to(device), sum(kept), max(kept))
 
@@ -126,28 +133,29 @@ def micro_adam_(
     lengths, reach, edges = torch.empty(num_chunks * 258 + num_tensors * 2, dtype=torch.int32, device=device).split(
         [num_chunks, num_chunks * 257, num_tensors * 2]
     )
-    scratch = torch.empty(2 * num_chunks * CHUNK, device=device)  # first the lists, then the sums
-    found, standing = scratch.split(num_chunks * CHUNK)
+    lists = torch.empty(num_chunks * CHUNK, dtype=torch.int64, device=device)
+    sums = lists.view(torch.float32)  # when nobody needs the lists any more
     powers = constant(tuple(beta**age for beta in (a.beta1, a.beta2) for age in range(a.window)), device, torch.float32)
     counted = index + 1 if a.bias_correction == "paper" else min(index + 1, a.window)
     scales = [(1 - beta) / (1 - beta**counted) for beta in (a.beta1, a.beta2)]
     group = min(a.quant_block, 1 << math.floor(math.log2(1 / a.density)))
+    some = (a.quant_block // 2, gradient.aligned, group // 2) if group > 1 else (a.quant_block, gradient.aligned, 1)
 
-    grid, chunks = (num_chunks,), (plan.owners, plan.table)
-    whence = (*gradient, *error, *chunks)
+    grid, chunks, shape = (num_chunks,), (plan.owners, plan.table), (CHUNK, a.quant_block)
+    whence = (gradient.first, gradient.offsets, *error, *chunks)
     exact = {"num_warps": 8, "enable_fp_fusion": False}  # a is computed three times, and has to be the same each time
     short = {"num_warps": 4, "enable_fp_fusion": False}
     with torch.cuda.device_of(theta.first):
-        _survey[grid](*whence, bins, CHUNK, a.quant_block, group, **exact)
-        _gather[grid](*whence, bins, found, standing, lengths, CHUNK, a.quant_block, **exact)
-        lists = (found, standing, lengths, *chunks, counts, reach, num_tensors, num_chunks)
+        _survey[grid](*whence, bins, *shape, *some, **exact)
+        _gather[grid](*whence, bins, lists, lengths, *shape, gradient.aligned, **exact)
+        listed = (lists, lengths, *chunks, counts, reach, num_tensors, num_chunks)
         for known in range(4):
-            _count[grid](*lists, known, CHUNK, **short)
-        _move[grid](*lists, edges, *ring, slot * plan.num_kept, CHUNK, whole, **short)
-        _quantise[grid](*whence, edges, CHUNK, a.quant_block, **exact)
+            _count[grid](*listed, known, CHUNK, **short)
+        _move[grid](*listed, edges, *ring, slot * plan.num_kept, CHUNK, whole, **short)
+        _quantise[grid](*whence, edges, *shape, gradient.aligned, **exact)
         numbers = (plan.num_kept, 1 << plan.most_kept.bit_length() - 1, slot, min(index + 1, a.window), lr, a.eps, *scales)
-        shape = (CHUNK, a.window, triton.next_power_of_2(a.window), whole)
-        _update[grid](*theta, *ring, scratch, powers, *chunks, *numbers, *shape, **short)
+        slots = (a.window, triton.next_power_of_2(a.window))
+        _update[grid](theta.first, theta.offsets, *ring, sums, powers, *chunks, *numbers, CHUNK, *slots, whole, **short)
 
 
 @triton.jit
@@ -165,56 +173,99 @@ def _narrow(a):
 
 
 @triton.jit
-def _added(gradient, offsets, codes, low, high, table, tensor, program, chunk: tl.constexpr, block: tl.constexpr):
-    """a = g + Q^-1(e) of a chunk, with a row for every block; where each stands in its tensor, whether it does, and its block."""
-    size, first_block = tl.load(table + COLUMNS * tensor), tl.load(table + COLUMNS * tensor + 4)
+def _added(
+    gradient, offsets, codes, low, high, owners, table, program,
+    chunk: tl.constexpr, block: tl.constexpr, width: tl.constexpr, aligned: tl.constexpr,
+):  # fmt: skip
+    """a = g + Q^-1(e) of the first ``width`` of every block, a row each, as far as its tensor goes; where they stand in it."""
+    tensor = tl.load(owners + program)
     rows: tl.constexpr = chunk // block
+    size = tl.load(table + COLUMNS * tensor)
     row = (program - tl.load(table + COLUMNS * tensor + 5)) * rows + tl.arange(0, rows)
-    place = row[:, None] * block + tl.arange(0, block)[None, :]
-    inside, full, number = place < size, row * block < size, (first_block + row).to(tl.int64)
-    pairs = number[:, None] * (block // 2) + tl.arange(0, block // 2)[None, :]
-    pair = tl.load(codes + pairs, mask=full[:, None], other=0)
-    code = tl.reshape(tl.join(pair >> 4, pair & 15), [rows, block]).to(tl.float32)
+    place = row[:, None] * block + tl.arange(0, width)[None, :]
+    full, number = row * block < size, (tl.load(table + COLUMNS * tensor + 4) + row).to(tl.int64)
+    pair = tl.load(codes + _pairs(table, tensor, row, block, width), mask=full[:, None], other=0)
+    code = tl.reshape(tl.join(pair >> 4, pair & 15), [rows, width]).to(tl.float32)
     start = tl.load(low + number, mask=full, other=0.0).to(tl.float32)
     unit = tl.div_rn(tl.load(high + number, mask=full, other=0.0).to(tl.float32) - start, 15.0)
-    g = tl.load(gradient + tl.load(offsets + tensor) + place, mask=inside, other=0.0)
-    return g + (code * unit[:, None] + start[:, None]), place, inside, number, full
+    offset = tl.load(offsets + tensor)
+    if aligned:  # four coordinates at once, and the last four, too, as nobody's memory ends inside of 16 bytes
+        g = tl.load(gradient + tl.multiple_of(offset, 4) + place, mask=place < (size + 3) // 4 * 4, other=0.0)
+    else:
+        g = tl.load(gradient + offset + place, mask=place < size, other=0.0)
+    return g + (code * unit[:, None] + start[:, None]), place, place < size, number, row, full
+
+
+@triton.jit
+def _pairs(table, tensor, row, block: tl.constexpr, width: tl.constexpr):
+    """Where the codes of some blocks stand. A thread should read two bytes at once, not more: then it has what it has of g."""
+    first = tl.multiple_of(tl.load(table + COLUMNS * tensor + 6), 2)
+    return first.to(tl.int64) + row[:, None] * (block // 2) + tl.arange(0, width // 2)[None, :]
 
 
 @triton.jit
 def _survey(
     gradient, offsets, codes, low, high, owners, table, bins,
-    chunk: tl.constexpr, block: tl.constexpr, group: tl.constexpr,
+    chunk: tl.constexpr, block: tl.constexpr, width: tl.constexpr, aligned: tl.constexpr, group: tl.constexpr,
 ):  # fmt: skip
     """Counts every group by its greatest magnitude."""
     program = tl.program_id(0)
-    tensor = tl.load(owners + program)
-    a, _, inside, _, _ = _added(gradient, offsets, codes, low, high, table, tensor, program, chunk, block)
+    a, _, inside, _, _, _ = _added(
+        gradient, offsets, codes, low, high, owners, table, program, chunk, block, width, aligned
+    )
     octave = tl.where(inside, (_magnitude(a) >> 19).to(tl.int32), -1)
-    greatest = tl.max(tl.reshape(octave, [chunk // group, group]), 1)
+    greatest = tl.max(tl.reshape(octave, [chunk // block * width // group, group]), 1)
     bin = tl.minimum(tl.maximum(greatest - LOWEST, 0), BINS - 1)
-    tl.atomic_add(bins + tensor * BINS + bin, greatest * 0 + 1, mask=greatest >= 0, sem="relaxed")
+    tl.atomic_add(bins + tl.load(owners + program) * BINS + bin, greatest * 0 + 1, mask=greatest >= 0, sem="relaxed")
 
 
 @triton.jit
 def _gather(
-    gradient, offsets, codes, low, high, owners, table, bins, found, standing, lengths,
-    chunk: tl.constexpr, block: tl.constexpr,
+    gradient, offsets, codes, low, high, owners, table, bins, lists, lengths,
+    chunk: tl.constexpr, block: tl.constexpr, aligned: tl.constexpr,
 ):  # fmt: skip
     """Lists what reaches the bound, and where it stands, in that order."""
     program = tl.program_id(0)
     tensor = tl.load(owners + program)
-    reached = tl.cumsum(tl.load(bins + tensor * BINS + tl.arange(0, BINS)), 0, reverse=True)
+    reached = _at_least(tl.load(bins + tensor * BINS + tl.arange(0, BINS)))
     last = tl.sum((reached >= tl.load(table + COLUMNS * tensor + 2)).to(tl.int32), 0) - 1
     bound = tl.where(last > 0, last + LOWEST, 0).to(tl.uint32) << 19
-    a, place, inside, _, _ = _added(gradient, offsets, codes, low, high, table, tensor, program, chunk, block)
-    a, place = tl.reshape(a, [chunk]), tl.reshape(place, [chunk])
-    held = tl.reshape(inside, [chunk]) & (_magnitude(a) >= bound)
-    number = tl.cumsum(held.to(tl.int32), 0)
-    at = program.to(tl.int64) * chunk + number - 1
-    tl.store(found + at, a, mask=held)
-    tl.store(standing + at, place.to(tl.float32, bitcast=True), mask=held)
-    tl.store(lengths + program, tl.sum(held.to(tl.int32), 0))
+    a, place, inside, _, _, _ = _added(
+        gradient, offsets, codes, low, high, owners, table, program, chunk, block, block, aligned
+    )
+    held = (inside & (_magnitude(a) >= bound)).to(tl.int32)
+    both = (place.to(tl.int64) << 32) | a.to(tl.uint32, bitcast=True).to(tl.int64)
+    held0, held1, held2, held3 = _quarters(held, chunk)  # of every four neighbours, which are a thread's own
+    both0, both1, both2, both3 = _quarters(both, chunk)
+    of_four = held0 + held1 + held2 + held3
+    into = lists + program.to(tl.int64) * chunk + (tl.cumsum(of_four, 0) - of_four)
+    tl.store(into, both0, mask=held0 > 0)
+    tl.store(into + held0, both1, mask=held1 > 0)
+    tl.store(into + held0 + held1, both2, mask=held2 > 0)
+    tl.store(into + held0 + held1 + held2, both3, mask=held3 > 0)
+    tl.store(lengths + program, tl.sum(of_four, 0))
+
+
+@triton.jit
+def _quarters(x, chunk: tl.constexpr):
+    even, odd = tl.split(tl.reshape(x, [chunk // 4, 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _listed(lists, program, start, length, chunk: tl.constexpr):
+    """The 256 entries of a chunk's list from ``start`` on, where they stand, and which of them there are."""
+    entry = start + tl.arange(0, 256)
+    both = tl.load(lists + program.to(tl.int64) * chunk + entry, mask=entry < length, other=0)
+    return both.to(tl.uint32).to(tl.float32, bitcast=True), (both >> 32).to(tl.int32), entry < length
+
+
+@triton.jit
+def _at_least(count):
+    """How many are in each bin and those above it."""
+    return tl.sum(count, 0) - tl.cumsum(count, 0) + count
 
 
 @triton.jit
@@ -224,7 +275,7 @@ def _edge(counts, table, tensor, num_tensors, known: tl.constexpr):
     begins, wanted = 0, tl.load(table + COLUMNS * tensor + 2)
     for number in tl.static_range(known):
         count = tl.load(counts + (number * num_tensors + tensor) * 256 + byte)
-        found = tl.sum((tl.cumsum(count, 0, reverse=True) >= wanted).to(tl.int32), 0) - 1
+        found = tl.sum((_at_least(count) >= wanted).to(tl.int32), 0) - 1
         wanted -= tl.sum(tl.where(byte > found, count, 0), 0)
         begins = begins * 256 + found.to(tl.uint32)
     return begins, wanted
@@ -232,19 +283,18 @@ def _edge(counts, table, tensor, num_tensors, known: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tensors", "num_chunks"])
 def _count(
-    found, standing, lengths, owners, table, counts, reach, num_tensors, num_chunks, known: tl.constexpr, chunk: tl.constexpr
+    lists, lengths, owners, table, counts, reach, num_tensors, num_chunks, known: tl.constexpr, chunk: tl.constexpr
 ):
     """Counts the byte behind the ``known`` ones. Of the last byte it is noted, too, how many in each chunk reach which value."""
     program = tl.program_id(0)
     tensor, length = tl.load(owners + program), tl.load(lengths + program)
     byte = tl.arange(0, 256)
     count, larger = tl.zeros([256], tl.int32), 0
-    if known > 0:
-        begins, _ = _edge(counts, table, tensor, num_tensors, known)
+    begins, wanted = _edge(counts, table, tensor, num_tensors, known)
     start = 0
     while start < length:
-        alike = start + byte < length
-        magnitude = _magnitude(tl.load(found + program.to(tl.int64) * chunk + start + byte, mask=alike, other=0.0))
+        a, place, alike = _listed(lists, program, start, length, chunk)
+        magnitude = _magnitude(a)
         if known > 0:
             beginning = magnitude >> (32 - 8 * known)
             larger += tl.sum((alike & (beginning > begins)).to(tl.int32), 0)
@@ -253,13 +303,13 @@ def _count(
         start += 256
     tl.atomic_add(counts + (known * num_tensors + tensor) * 256 + byte, count, mask=count > 0, sem="relaxed")
     if known == 3:
-        tl.store(reach + byte * num_chunks + program, tl.cumsum(count, 0, reverse=True) + larger)
+        tl.store(reach + byte * num_chunks + program, _at_least(count) + larger)
         tl.store(reach + 256 * num_chunks + program, larger)
 
 
 @triton.jit(do_not_specialize=["num_tensors", "num_chunks", "begin"])
 def _move(
-    found, standing, lengths, owners, table, counts, reach, num_tensors, num_chunks, edges, places, values, begin,
+    lists, lengths, owners, table, counts, reach, num_tensors, num_chunks, edges, places, values, begin,
     chunk: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
     """The top moves into the slot that begins at ``begin``. Noted: the least magnitude in it, and the last place of that one."""
@@ -280,13 +330,9 @@ def _move(
     shift = tl.load(table + COLUMNS * tensor + 1)
     if not whole:
         shift = 0
-    entry = tl.arange(0, 256)
     start = 0
     while start < length:
-        held = start + entry < length
-        listed = program.to(tl.int64) * chunk + start + entry
-        a = tl.load(found + listed, mask=held, other=0.0)
-        place = tl.load(standing + listed, mask=held, other=0.0).to(tl.int32, bitcast=True)
+        a, place, held = _listed(lists, program, start, length, chunk)
         magnitude = _magnitude(a)
         larger, equal = (held & (magnitude > edge)).to(tl.int32), (held & (magnitude == edge)).to(tl.int32)
         equal_ahead = equal_before + tl.cumsum(equal, 0) - equal
@@ -295,26 +341,34 @@ def _move(
         tl.store(places + at, place + shift, mask=top)
         tl.store(values + at, _narrow(a), mask=top)
         last = (equal > 0) & (equal_ahead == wanted - 1)
-        tl.store(edges + 2 * tensor + entry * 0, tl.zeros([256], tl.int32) + edge.to(tl.int32, bitcast=True), mask=last)
-        tl.store(edges + 2 * tensor + 1 + entry * 0, place, mask=last)
+        noted = edges + 2 * tensor + place * 0
+        tl.store(noted, place * 0 + edge.to(tl.int32, bitcast=True), mask=last)
+        tl.store(noted + 1, place, mask=last)
         larger_before += tl.sum(larger, 0)
         equal_before += tl.sum(equal, 0)
         start += 256
 
 
 @triton.jit
-def _quantise(gradient, offsets, codes, low, high, owners, table, edges, chunk: tl.constexpr, block: tl.constexpr):
+def _quantise(
+    gradient, offsets, codes, low, high, owners, table, edges,
+    chunk: tl.constexpr, block: tl.constexpr, aligned: tl.constexpr,
+):  # fmt: skip
     """What has not moved is the new error."""
     program = tl.program_id(0)
     tensor = tl.load(owners + program)
-    a, place, inside, number, full = _added(gradient, offsets, codes, low, high, table, tensor, program, chunk, block)
+    a, place, inside, number, row, full = _added(
+        gradient, offsets, codes, low, high, owners, table, program, chunk, block, block, aligned
+    )
     edge, last = tl.load(edges + 2 * tensor).to(tl.uint32, bitcast=True), tl.load(edges + 2 * tensor + 1)
     magnitude = _magnitude(a)
     a = tl.where((magnitude > edge) | ((magnitude == edge) & (place <= last)), 0.0, a)
     least = tl.min(tl.where(inside, a, float("inf")), 1)
     greatest = tl.max(tl.where(inside, a, float("-inf")), 1)
-    unknown = tl.max((inside & (a != a)).to(tl.int32), 1) > 0  # not a number: nor are the ends then
-    least, greatest = _narrow(tl.where(unknown, float("nan"), least)), _narrow(tl.where(unknown, float("nan"), greatest))
+    if edge > 0xFF000000:  # more than infinity: not all that is no number has moved, and where it stays the ends are none, either
+        unknown = tl.max((inside & (a != a)).to(tl.int32), 1) > 0
+        least, greatest = tl.where(unknown, float("nan"), least), tl.where(unknown, float("nan"), greatest)
+    least, greatest = _narrow(least), _narrow(greatest)
     tl.store(low + number, least, mask=full)
     tl.store(high + number, greatest, mask=full)
     start = least.to(tl.float32)
@@ -323,8 +377,7 @@ def _quantise(gradient, offsets, codes, low, high, owners, table, edges, chunk: 
     code = tl.floor(tl.div_rn(tl.where(inside, a - start[:, None], 0.0), unit[:, None]) + 0.5)
     code = tl.minimum(tl.maximum(code, 0.0), 15.0).to(tl.int32)
     upper, lower = tl.split(tl.reshape(code, [chunk // block, block // 2, 2]))
-    pairs = number[:, None] * (block // 2) + tl.arange(0, block // 2)[None, :]
-    tl.store(codes + pairs, (upper * 16 + lower).to(tl.uint8), mask=full[:, None])
+    tl.store(codes + _pairs(table, tensor, row, block, block), (upper * 16 + lower).to(tl.uint8), mask=full[:, None])
 
 
 @triton.jit(do_not_specialize=["num_kept", "highest", "newest", "filled"])
