@@ -1,10 +1,10 @@
-"""A step of MicroAdam on a GPU, as ten launches in the place of some hundred operations. (Triton; torch for GPUs brings it along.)
+"""A step of MicroAdam on a GPU: ten launches in the place of some hundred operations. (In Triton, which torch for GPUs brings.)
 
 Their reference is the plain text, ``algorithms/micro_adam.py`` with ``pieces.py``: error and ring are the same to the bit, the
 parameters up to the rounding of a sum; where magnitudes are equal at the edge of a top, the first places are taken.
 
-    survey      a = g + Q^-1(e) of half the coordinates, of which every group's greatest magnitude is counted. There are no fewer
-                groups than a top has entries: so the k-th largest of their greatest is a bound of the k-th largest of all
+    survey      a = g + Q^-1(e) of half the coordinates, of which every group's greatest magnitude is counted. There are no
+                fewer groups than a top has entries: so the k-th largest of their greatest is a bound of the k-th largest of all
     gather      a again: what reaches the bound is listed, a few entries in a hundred
     count       four times, of the lists: how often each byte of the magnitudes occurs, the first one first, and of those alone
                 that begin like the k-th largest as far as that is known
@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dpfed.pieces import Quantised, Ring, constant, num_kept
+from dpfed.pieces import Quantised, Ring, constant, decayed, num_kept
 
 CHUNK = 4096
 """Coordinates that one program looks at; blocks of the quantiser must fit into it."""
@@ -42,6 +42,8 @@ CHUNK = 4096
 class Settings(Protocol):
     """What a step asks of the algorithm."""
 
+    @property
+    def weight_decay(self) -> float: ...
     @property
     def beta1(self) -> float: ...
     @property
@@ -98,14 +100,24 @@ LOWEST = tl.constexpr((127 - 48) * 32)
 
 
 @lru_cache(maxsize=256)
-def _plan(sizes: tuple[int, ...], density: float, block: int, device: torch.device) -> Plan:
+def _plan(sizes: tuple[int, ...], density: float, block: int, chunk: int, device: torch.device) -> Plan:
     kept = [num_kept(size, density) for size in sizes]
-    blocks, chunks = ([-(-size // length) for size in sizes] for length in (block, CHUNK))
+    blocks, chunks = ([-(-size // length) for size in sizes] for length in (block, chunk))
     firsts = [list(accumulate([0, *column[:-1]])) for column in (sizes, kept, blocks, chunks)]
     codes = [number * block // 2 for number in firsts[2]]
     rows = torch.tensor([sizes, firsts[0], kept, *firsts[1:], codes], dtype=torch.int32).t().contiguous()
     owners = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(torch.tensor(chunks))
     return Plan(owners.to(device), rows.to(device), sum(kept), max(kept))
+
+
+def micro_adam(
+    a: Settings, index: int, lr: float, theta: Tensor, gradient: Tensor, error: Quantised, ring: Ring, sizes: Sequence[int]
+) -> tuple[Tensor, Quantised, Ring]:
+    """The step number ``index`` of vectors, which stay what they are."""
+    theta = decayed(theta, lr, a.weight_decay)
+    error, ring = Quantised(*map(torch.clone, error)), Ring(*map(torch.clone, ring))
+    micro_adam_(a, index, lr, Spread.inside(theta, sizes), Spread.inside(gradient, sizes), error, ring, sizes, whole=True)
+    return theta, error, ring
 
 
 def micro_adam_(
@@ -120,12 +132,12 @@ def micro_adam_(
     *,
     whole: bool,
 ) -> None:
-    """The step number ``index``, in place, but for the decay of the weights.
+    """The same in place, of tensors that may lie apart, and without the decay of the weights.
 
     Places count from the beginning of the whole vector if there is one (``whole``), else from that of their tensor.
     """
     device, num_tensors, slot = theta.first.device, len(sizes), index % a.window
-    plan = _plan(tuple(sizes), a.density, a.quant_block, device)
+    plan = _plan(tuple(sizes), a.density, a.quant_block, CHUNK, device)
     num_chunks = len(plan.owners)
     bins, counts = torch.zeros(num_tensors * (2048 + 4 * 256), dtype=torch.int32, device=device).split(
         [num_tensors * 2048, num_tensors * 4 * 256]
@@ -210,9 +222,7 @@ def _survey(
 ):  # fmt: skip
     """Counts every group by its greatest magnitude."""
     program = tl.program_id(0)
-    a, _, inside, _, _, _ = _added(
-        gradient, offsets, codes, low, high, owners, table, program, chunk, block, width, aligned
-    )
+    a, _, inside, _, _, _ = _added(gradient, offsets, codes, low, high, owners, table, program, chunk, block, width, aligned)
     octave = tl.where(inside, (_magnitude(a) >> 19).to(tl.int32), -1)
     greatest = tl.max(tl.reshape(octave, [chunk // block * width // group, group]), 1)
     bin = tl.minimum(tl.maximum(greatest - LOWEST, 0), BINS - 1)
@@ -282,18 +292,16 @@ def _edge(counts, table, tensor, num_tensors, known: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_tensors", "num_chunks"])
-def _count(
-    lists, lengths, owners, table, counts, reach, num_tensors, num_chunks, known: tl.constexpr, chunk: tl.constexpr
-):
-    """Counts the byte behind the ``known`` ones. Of the last byte it is noted, too, how many in each chunk reach which value."""
+def _count(lists, lengths, owners, table, counts, reach, num_tensors, num_chunks, known: tl.constexpr, chunk: tl.constexpr):
+    """Counts the byte behind the ``known`` ones. Of the last byte it is noted, too, how many of a chunk reach what."""
     program = tl.program_id(0)
     tensor, length = tl.load(owners + program), tl.load(lengths + program)
     byte = tl.arange(0, 256)
     count, larger = tl.zeros([256], tl.int32), 0
-    begins, wanted = _edge(counts, table, tensor, num_tensors, known)
+    begins, _wanted = _edge(counts, table, tensor, num_tensors, known)
     start = 0
     while start < length:
-        a, place, alike = _listed(lists, program, start, length, chunk)
+        a, _place, alike = _listed(lists, program, start, length, chunk)
         magnitude = _magnitude(a)
         if known > 0:
             beginning = magnitude >> (32 - 8 * known)
@@ -312,7 +320,7 @@ def _move(
     lists, lengths, owners, table, counts, reach, num_tensors, num_chunks, edges, places, values, begin,
     chunk: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
-    """The top moves into the slot that begins at ``begin``. Noted: the least magnitude in it, and the last place of that one."""
+    """The top moves into the slot that begins at ``begin``. Noted: the edge of the top, and its last place."""
     program = tl.program_id(0)
     tensor, length = tl.load(owners + program), tl.load(lengths + program)
     edge, wanted = _edge(counts, table, tensor, num_tensors, 4)
@@ -365,7 +373,7 @@ def _quantise(
     a = tl.where((magnitude > edge) | ((magnitude == edge) & (place <= last)), 0.0, a)
     least = tl.min(tl.where(inside, a, float("inf")), 1)
     greatest = tl.max(tl.where(inside, a, float("-inf")), 1)
-    if edge > 0xFF000000:  # more than infinity: not all that is no number has moved, and where it stays the ends are none, either
+    if edge > 0xFF000000:  # more than infinity: some that is not a number may have stayed, and then the ends are none, either
         unknown = tl.max((inside & (a != a)).to(tl.int32), 1) > 0
         least, greatest = tl.where(unknown, float("nan"), least), tl.where(unknown, float("nan"), greatest)
     least, greatest = _narrow(least), _narrow(greatest)
