@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from dpfed.errors import InputError
-from dpfed.flat import Layout
+from dpfed.flat import Layout, sent
 
 Tree = Any
 """A NamedTuple of vectors (or of such NamedTuples), or None."""
@@ -182,7 +182,7 @@ def weighted_rows(weights: Sequence[float], matrices: Tree, start: Tree = None) 
     """`weighted_sum` of the rows of a cohort's matrices, to the same bits."""
 
     def add_up(matrix: Tensor, *total: Tensor) -> Tensor:
-        column = torch.tensor(weights, dtype=matrix.dtype).to(matrix.device).unsqueeze(1)
+        column = sent(torch.tensor(weights, dtype=matrix.dtype), matrix.device).unsqueeze(1)
         first, *rest = [*total, *(matrix * column).unbind()]
         added = first.clone()
         for row in rest:

@@ -106,8 +106,7 @@ class Compiler:
                 from torch.fx.experimental.proxy_tensor import make_fx
 
                 trace = make_fx(of_tensors, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
-                trace.graph.eliminate_dead_code()
-                reshaping(trace)
+                simplify(trace)
                 compiled = self._compiled(trace, tensors)
                 compiled(*tensors)
         except torch.OutOfMemoryError:
@@ -139,12 +138,58 @@ class Compiler:
             self.notes.append(note)
 
 
-def reshaping(trace: torch.fx.GraphModule) -> None:
-    """A compiler may give what is computed other strides than the trace saw; what was a view then has to be copied."""
-    for node in trace.graph.nodes:
-        if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
-            node.target = torch.ops.aten.reshape.default
+_ATEN = torch.ops.aten
+_RESHAPES = {_ATEN.view, _ATEN._unsafe_view, _ATEN.reshape, _ATEN.squeeze, _ATEN.unsqueeze, _ATEN.alias}
+
+
+def simplify(trace: torch.fx.GraphModule) -> None:
+    """Of what only gives numbers another shape, no more than the same takes: half of a trace is that, and a compiler's time
+    goes by the number of operations. And no view stays: a compiler may give what is computed other strides than the trace
+    saw, and what was a view then has to be copied."""
+    calls = [node for node in trace.graph.nodes if node.op == "call_function"]
+    changed = {node.args[0] for node in calls if getattr(getattr(node.target, "_schema", None), "is_mutable", False)}
+    for node in calls:
+        source, order = _source(node), _permutation(node)
+        if source is None or {node, source} & changed or (order is None and _packet(node) not in _RESHAPES):
+            continue
+        shape, before = tuple(node.meta["val"].shape), source.meta["val"].shape
+        further = _source(source)
+        if order is not None and source.target == _ATEN.permute.default and further is not None:
+            order, source, before = [cast(Any, source.args[1])[axis] for axis in order], further, further.meta["val"].shape
+        moved = [] if order is None else [axis for axis in order if before[axis] != 1]
+        if moved != sorted(moved):
+            node.target, node.args = _ATEN.permute.default, (source, order)
+            continue
+        if source.target == _ATEN.reshape.default and further is not None and source is node.args[0]:
+            source, before = further, further.meta["val"].shape
+        if tuple(before) == shape:
+            node.replace_all_uses_with(source)
+        else:
+            node.target, node.args, node.kwargs = _ATEN.reshape.default, (source, list(shape)), {}
+    trace.graph.eliminate_dead_code()
     trace.recompile()
+
+
+def _source(node: torch.fx.Node) -> torch.fx.Node | None:
+    """What it is made of first, if both are tensors."""
+    source = node.args[0] if node.op == "call_function" and node.args else None
+    known = isinstance(source, torch.fx.Node) and all(isinstance(n.meta.get("val"), Tensor) for n in (node, source))
+    return cast(torch.fx.Node, source) if known else None
+
+
+def _packet(node: torch.fx.Node) -> Any:
+    return getattr(node.target, "overloadpacket", node.target)
+
+
+def _permutation(node: torch.fx.Node) -> list[int] | None:
+    """Of the axes of what goes in; None for whatever is not one."""
+    if _packet(node) not in (_ATEN.permute, _ATEN.transpose):
+        return None
+    axes, asked = list(range(node.meta["val"].dim())), cast(Any, node.args[1:])
+    if _packet(node) is _ATEN.permute:
+        return [axes[place] for place in asked[0]]
+    axes[asked[0]], axes[asked[1]] = axes[asked[1]], axes[asked[0]]
+    return axes
 
 
 @contextmanager

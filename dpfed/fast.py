@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from typing import Any, Literal, NamedTuple, cast
 
@@ -36,8 +36,9 @@ Triple = tuple[Tensor, Tensor, Tensor]
 
 _FORWARD, _BACKWARD = "dpfed::attention", "dpfed::attention_backward"
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal"
-torch.library.define(_FORWARD, f"({_INPUTS}) -> (Tensor, Tensor)")
-torch.library.define(_BACKWARD, f"(Tensor g, Tensor out, Tensor lse, {_INPUTS}) -> (Tensor, Tensor, Tensor)")
+_ANY_STRIDES = torch.Tag.flexible_layout  # else a compiler makes what goes in once more for every operator that takes it
+torch.library.define(_FORWARD, f"({_INPUTS}) -> (Tensor, Tensor)", tags=_ANY_STRIDES)
+torch.library.define(_BACKWARD, f"(Tensor g, Tensor out, Tensor lse, {_INPUTS}) -> (Tensor, Tensor, Tensor)", tags=_ANY_STRIDES)
 
 
 def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -55,7 +56,15 @@ def _kernel(q: Tensor, mask: Tensor | None) -> str:
     half = q.dtype in (torch.bfloat16, torch.float16)
     if q.device.type != "cuda" or not (half or q.dtype == torch.float32) or q.shape[-1] % 8 or q.shape[-1] > 256:
         return "plain"
-    return "flash" if half and mask is None else "efficient"
+    if half and mask is None:
+        return "cudnn" if _has_cudnn(q.device) else "flash"
+    return "efficient"
+
+
+@cache
+def _has_cudnn(device: torch.device) -> bool:
+    """Its kernels for GPUs of Hopper's generation and later take half as long as flash attention's (benchmarks/NOTES.md)."""
+    return torch.cuda.get_device_capability(device) >= (9, 0) and (torch.backends.cudnn.version() or 0) >= 91000
 
 
 def _bias(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -86,6 +95,9 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: floa
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=narrow, scale=scale)
     elif kernel == "flash":
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    elif kernel == "cudnn":
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+        lse = lse.reshape(q.shape[:3])
     elif kernel == "efficient":
         bias = _bias(q, k, mask)
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)
@@ -118,6 +130,10 @@ def _attention_backward(
         run, (n, m) = aten._scaled_dot_product_flash_attention_backward, (q.shape[2], k.shape[2])
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that there is not
         found = run(g, q, k, v, out, lse, None, None, n, m, 0.0, causal, unused, unused[0], scale=scale)
+    elif kernel == "cudnn":
+        run, (n, m) = aten._scaled_dot_product_cudnn_attention_backward, (q.shape[2], k.shape[2])
+        unused = torch.empty((), dtype=torch.long, device=q.device)
+        found = run(g, q, k, v, out, lse.unsqueeze(-1), unused, unused, None, None, None, n, m, 0.0, causal, scale=scale)
     elif kernel == "efficient":
         lse = functional.pad(lse, (0, -q.shape[2] % 32), value=math.inf)
         bias, run = _bias(q, k, mask), aten._scaled_dot_product_efficient_attention_backward
@@ -302,7 +318,8 @@ class Product(NamedTuple):
 
 
 class Products(TorchFunctionMode):
-    """Watches a forward pass for products with these weights; ``by_patches``: convolutions among them become such products.
+    """Watches a forward pass for products with these weights; ``by_patches``: convolutions among them, and all others whose
+    windows do not overlap, become such products.
 
     To what comes out of a product with one of ``large``, ``probe(name, out)`` is added. From there this weight gets no
     gradient; that of the probe is the other factor of what it would have been. ``found`` are these products in their order.
@@ -324,14 +341,15 @@ class Products(TorchFunctionMode):
         weight = given[1] if len(given) > 1 else named.get("weight")
         name = None if product is None else next((n for n, other in self._weights.items() if other is weight), None)
         probed = name in self._large
-        if name is None or product is None or not (probed or (product is _convolution and self._by_patches)):
+        as_patches = product is _convolution and self._by_patches and (name is not None or _tiles(*given, **named))
+        if product is None or not (probed or as_patches):
             return func(*given, **named)
         sight = product(*given, **named)
         if sight is None or not probed:
             return func(*given, **named) if sight is None else sight.finish(sight.multiply(weight))
         out = sight.multiply(weight.detach())
-        self.found.append(Product(sight.kind, name, sight.rows))
-        return sight.finish(out + self._probe(name, out))
+        self.found.append(Product(sight.kind, cast(str, name), sight.rows))
+        return sight.finish(out + self._probe(cast(str, name), out))
 
 
 class _Sight(NamedTuple):
@@ -371,6 +389,20 @@ def _convolution(
         return out.permute(0, 3, 1, 2).contiguous()
 
     return _Sight("convolution", seen.flatten(0, 2), multiply, finish)
+
+
+def _tiles(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> bool:
+    """Whether its windows lie side by side, as where a transformer cuts a picture into pieces: nothing is then read twice."""
+    size, jump = tuple(weight.shape[2:]), (stride, stride) if isinstance(stride, int) else tuple(stride)
+    return max(size) > 1 and jump == size and padding in (0, (0, 0)) and dilation in (1, (1, 1)) and groups == 1
 
 
 def _table(

@@ -1,25 +1,35 @@
 """LoRA layers that stay fast when every record and every client is mapped over.
 
-    y = x W' + s (x A') B',     dx = g W + v A,     dA = v' x,     dB = g' u,       with  u = s x A'  and  v = s g B
+    y = x W' + u B',   u = s x A';     dx = g W + v A,   dA = v' x,   dB = g' u,   v = s g B
 
 (Hu et al., 2021, arXiv 2106.09685). Every client has an A and a B of its own, and all share W. Mapped over as it stands, this
 becomes a dozen products whose parts are added up afterwards; and A and B are views into a long vector, at places from which
-fast kernels cannot read. Here the four products that give rows are one operator, ``dpfed::product``: a sum of two products
-whose weights are shared by groups of rows. Its rule for a mapped axis makes rows of it where a weight is the same for all of
-it, so neither A nor B is ever copied for a record, and W is multiplied once for the whole cohort. The first product is written,
-and the second, larger one added to it in its own last step. ``with_lora_products`` makes PEFT's layers use it.
+fast kernels cannot read. Here each pass is one operator, ``dpfed::lora`` and ``dpfed::lora_backward``, whose weights are shared
+by groups of rows. Its rule for a mapped axis makes rows of it where a weight is the same for all of it, so neither A nor B is
+ever copied for a record, and W is multiplied once for the whole cohort. The small product is written first, and the large one
+added to it in its own last step. As one operator takes g, a compiler makes it once; for three, it took the backward pass of a
+gelu three times. ``with_lora_products`` makes PEFT's layers use it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-_PRODUCT = "dpfed::product"
-torch.library.define(_PRODUCT, "(Tensor x, Tensor weight, float scale, Tensor? y, Tensor? fixed) -> Tensor")
+_FORWARD, _BACKWARD = "dpfed::lora", "dpfed::lora_backward"
+_OF_LORA = "Tensor weight, Tensor a, Tensor b, float scale"
+_ANY_STRIDES = torch.Tag.flexible_layout  # else a compiler makes what goes in once more for every operator that takes it
+torch.library.define(_FORWARD, f"(Tensor x, {_OF_LORA}) -> (Tensor, Tensor)", tags=_ANY_STRIDES)
+torch.library.define(
+    _BACKWARD,
+    f"(Tensor g, Tensor x, Tensor u, {_OF_LORA}, bool[] wanted) -> (Tensor, Tensor, Tensor)",
+    tags=_ANY_STRIDES,
+)
+Triple = tuple[Tensor, Tensor, Tensor]
 
 # Rows come in groups, [G, R, n]. Of the weights [K, m, n] each is for G / K groups that follow one another; K may differ.
 
@@ -36,21 +46,49 @@ def _aligned(weight: Tensor) -> Tensor:
     return weight if aligned else weight.clone(memory_format=torch.contiguous_format)
 
 
-@torch.library.impl(_PRODUCT, "CompositeExplicitAutograd")
-def _product(x: Tensor, weight: Tensor, scale: float, y: Tensor | None, fixed: Tensor | None) -> Tensor:
-    """``scale x weight' + y fixed'``"""
+def _product(x: Tensor, weight: Tensor, scale: float = 1.0, y: Tensor | None = None, large: Tensor | None = None) -> Tensor:
+    """``scale x weight' + y large'``"""
     out = x.new_empty(*x.shape[:2], weight.shape[1])
     _per_weight(out, weight).baddbmm_(_per_weight(x, weight), _aligned(weight).mT, beta=0, alpha=scale)
-    if y is not None and fixed is not None:
-        if len(fixed) == 1:
-            out.flatten(0, 1).addmm_(y.reshape(-1, y.shape[-1]), fixed[0].t())
+    if y is not None and large is not None:
+        if len(large) == 1:
+            out.flatten(0, 1).addmm_(y.reshape(-1, y.shape[-1]), large[0].t())
         else:
-            _per_weight(out, fixed).baddbmm_(_per_weight(y, fixed), fixed.mT)
+            _per_weight(out, large).baddbmm_(_per_weight(y, large), large.mT)
     return out
 
 
-def _shape(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    return x.new_empty(*x.shape[:2], weight.shape[1])
+@torch.library.impl(_FORWARD, "CompositeExplicitAutograd")
+def _lora(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    u = _product(x, a, scale)
+    return _product(u, b, 1.0, x, weight), u
+
+
+@torch.library.impl(_BACKWARD, "CompositeExplicitAutograd")
+def _lora_backward(
+    g: Tensor, x: Tensor, u: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, wanted: list[bool]
+) -> Triple:
+    """``dx``, and ``dA`` and ``dB`` of every group; what is not wanted is empty."""
+    for_x, for_a, for_b = wanted
+    v = _product(g, b.mT, scale) if for_x or for_a else g
+    dx = _product(v, a.mT, 1.0, g, weight.mT) if for_x else g.new_empty(len(g), 0)
+    da = torch.bmm(v.mT, x) if for_a else g.new_empty(len(g), 0)
+    return dx, da, torch.bmm(g.mT, u) if for_b else g.new_empty(len(g), 0)
+
+
+def _shapes(x: Tensor, weight: Tensor, a: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(*x.shape[:2], weight.shape[1]), x.new_empty(*x.shape[:2], a.shape[1])
+
+
+def _backward_shapes(
+    g: Tensor, x: Tensor, u: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, wanted: list[bool]
+) -> Triple:
+    shapes = x.shape[1:], a.shape[1:], b.shape[1:]
+    return cast(Triple, tuple(g.new_empty(len(g), *(s if yes else (0,))) for s, yes in zip(shapes, wanted, strict=True)))
+
+
+torch.library.register_fake(_FORWARD, _shapes)
+torch.library.register_fake(_BACKWARD, _backward_shapes)
 
 
 def _mapped(x: Tensor, where: int | None, size: int) -> Tensor:
@@ -62,43 +100,37 @@ def _for_groups(weight: Tensor, where: int | None, size: int) -> Tensor:
     return weight if where is None and len(weight) == 1 else _mapped(weight, where, size).flatten(0, 1)
 
 
-def _folded(
-    info: Any,
-    in_dims: tuple[int | None, ...],
-    x: Tensor,
-    weight: Tensor,
-    scale: float,
-    y: Tensor | None,
-    fixed: Tensor | None,
-) -> tuple[Tensor, int]:
+def _folding(operator: Callable[..., tuple[Tensor, ...]], num_rows: int, num_tensors: int) -> Callable[..., Any]:
     """A mapped axis becomes groups: inside those of each weight where the weights are the same for all of it, else around."""
-    size = info.batch_size
-    within = int(in_dims[1] is None and in_dims[4] is None)
 
-    def groups(rows: Tensor, where: int | None) -> Tensor:
-        return _mapped(rows, where, size).movedim(0, within).flatten(0, 1)
+    def rule(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        size, weights = info.batch_size, slice(num_rows, num_tensors)
+        within = int(all(where is None for where in in_dims[weights]))
+        rows = [
+            _mapped(x, at, size).movedim(0, within).flatten(0, 1) for x, at in zip(inputs[:num_rows], in_dims, strict=False)
+        ]
+        shared = inputs[weights]
+        if not within:
+            shared = [_for_groups(weight, at, size) for weight, at in zip(shared, in_dims[weights], strict=True)]
+        found = operator(*rows, *shared, *inputs[num_tensors:])
+        return tuple(out.unflatten(0, (-1, size) if within else (size, -1)) for out in found), (within,) * len(found)
 
-    if not within:
-        weight = _for_groups(weight, in_dims[1], size)
-        fixed = None if fixed is None else _for_groups(fixed, in_dims[4], size)
-    out = torch.ops.dpfed.product(groups(x, in_dims[0]), weight, scale, None if y is None else groups(y, in_dims[3]), fixed)
-    return out.unflatten(0, (-1, size) if within else (size, -1)), within
+    return rule
 
 
-torch.library.register_fake(_PRODUCT, _shape)
-torch.library.register_vmap(_PRODUCT, _folded)
+torch.library.register_vmap(_FORWARD, _folding(torch.ops.dpfed.lora, 1, 4))
+torch.library.register_vmap(_BACKWARD, _folding(torch.ops.dpfed.lora_backward, 3, 6))
 
 
-def _of_weight(g: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of a weight from that of what came out, ``[K, m, n]``."""
-    return torch.bmm(_per_weight(g, weight).mT, _per_weight(x, weight))
+def _summed(gradient: Tensor, weight: Tensor) -> Tensor:
+    """Of every weight, from that of every group."""
+    return gradient if len(gradient) == len(weight) else gradient.unflatten(0, (len(weight), -1)).sum(1)
 
 
 class _Lora(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        u = torch.ops.dpfed.product(x, a, scale, None, None)
-        return torch.ops.dpfed.product(u, b, 1.0, x, weight), u
+        return torch.ops.dpfed.lora(x, weight, a, b, scale)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -124,12 +156,12 @@ class _Lora(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, b, u = ctx.saved_tensors
         g, (for_x, for_weight, for_a, for_b, _) = grads[0], ctx.needs_input_grad
-        v = torch.ops.dpfed.product(g, b.mT, ctx.scale, None, None) if for_x or for_a else None
+        dx, da, db = torch.ops.dpfed.lora_backward(g, x, u, weight, a, b, ctx.scale, [for_x, for_a, for_b])
         return (
-            torch.ops.dpfed.product(v, a.mT, 1.0, g, weight.mT) if for_x else None,
-            _of_weight(g, x, weight) if for_weight else None,
-            _of_weight(cast(Tensor, v), x, a) if for_a else None,
-            _of_weight(g, u, b) if for_b else None,
+            dx if for_x else None,
+            torch.bmm(_per_weight(g, weight).mT, _per_weight(x, weight)) if for_weight else None,
+            _summed(da, a) if for_a else None,
+            _summed(db, b) if for_b else None,
             None,
         )
 

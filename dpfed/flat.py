@@ -356,6 +356,11 @@ def in_dtype(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return torch.where(x.isfinite(), x.clamp(-most, most), x).to(dtype)
 
 
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """The same on a device; what goes to a GPU goes while the program runs on, and waits for nothing that it still computes."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
 def _check_labels(field: str, labels: Tensor, num_classes: int) -> None:
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= num_classes:

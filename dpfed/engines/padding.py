@@ -15,6 +15,7 @@ from dpfed import data
 from dpfed.algorithm import Round
 from dpfed.data import Sampling
 from dpfed.engines.job import Job
+from dpfed.flat import sent
 from dpfed.keyed import fold
 from dpfed.privacy import Part
 
@@ -127,7 +128,7 @@ class Batches:
         (first, further, rows), most = self._shape, int(counts.max())
         num_columns = first + further * max(0, math.ceil((most - first) / max(1, further)))
         index, keys = torch.zeros(2, self._num_rows, num_columns, dtype=torch.long)
-        row = torch.arange(num_clients).repeat_interleave(counts)
+        row = torch.from_numpy(np.repeat(np.arange(num_clients), counts.numpy()))  # torch's takes all threads for it
         column = torch.arange(len(chosen)) - (counts.cumsum(0) - counts)[row]
         index[:num_clients] = ~shares.rows[starts].unsqueeze(1)
         index[row, column] = shares.rows[starts[row] + chosen]
@@ -153,7 +154,7 @@ class Batches:
         if device.type == "cpu":
             return steps
         tensors = [x for step in steps for chunk in step for x in chunk if x is not None]
-        whole = torch.cat([x.flatten() for x in tensors]).pin_memory().to(device, non_blocking=True)
+        whole = sent(torch.cat([x.flatten() for x in tensors]), device)
         pieces = iter(whole.split([x.numel() for x in tensors]))
 
         def moved(x: Tensor | None) -> Tensor | None:

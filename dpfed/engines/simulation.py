@@ -20,7 +20,7 @@ from dpfed.engines.job import Job as Job
 from dpfed.engines.memory import Plan, cache, demand, plan
 from dpfed.engines.padding import Batches, batch_shape
 from dpfed.errors import InputError
-from dpfed.flat import FlatModel, Records
+from dpfed.flat import FlatModel, Records, sent
 from dpfed.ledger import Event, Receipt
 from dpfed.mechanism import Mechanism, calibrated_sigma, expected_size, protection, round_events
 from dpfed.privacy import PrivateGradient, Sums, Survey, clipped_upload, survey
@@ -207,11 +207,11 @@ def train_matrix(
     cohort = clients if cohort is None else cohort
     sums = Sums(job.model, surveyed(job)) if sums is None else sums
     device, held = s.theta.device, job.federation.sizes
-    sizes = torch.tensor([[expected_size(job.mechanism, held[i])] for i in clients], dtype=s.theta.dtype).to(device)
+    sizes = sent(torch.tensor([[expected_size(job.mechanism, held[i])] for i in clients], dtype=s.theta.dtype), device)
     batches = Batches(job, clients, t, num_rows or len(clients), records_at_once)
     gradients: list[PrivateGradient] = []
     own: Tensor | float = (
-        torch.tensor([[job.factors[i]] for i in clients], dtype=s.theta.dtype).to(device) if job.factors else 1.0
+        sent(torch.tensor([[job.factors[i]] for i in clients], dtype=s.theta.dtype), device) if job.factors else 1.0
     )
 
     def gradient(k: int) -> PrivateGradient:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpfed import fast
-from dpfed.compiled import reshaping
+from dpfed.compiled import simplify
 from dpfed.fast import Products, attention
 
 S, B, T, HEADS, WIDTH = 2, 3, 7, 2, 8
@@ -98,7 +101,7 @@ def test_convolutions_by_patches_are_convolutions() -> None:
 
     def gradients(by_patches: bool) -> dict[str, Tensor]:
         def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
-            with Products(weights if by_patches else {}, (), lambda name, out: out):
+            with Products(weights, (), lambda name, out: out, by_patches):
                 return functional_call(module, weights, (x,)).square().sum()
 
         return vmap(vmap(grad(loss), in_dims=(None, 0)))(weights, x)
@@ -106,6 +109,30 @@ def test_convolutions_by_patches_are_convolutions() -> None:
     found, expected = gradients(True), gradients(False)
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-11, atol=1e-11)
+
+
+def num_convolutions(layer: nn.Conv2d, by_patches: bool) -> int:
+    """Of a layer that is frozen, whose numbers are compared first."""
+    x = torch.randn(1, 4, 11, 9, dtype=torch.float64)
+    seen = Counter[Any]()
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+            seen[func] += 1
+            return func(*given, **(named or {}))
+
+    with Seen(), Products({}, (), lambda name, out: out, by_patches):
+        out = layer(x)
+    torch.testing.assert_close(out, layer(x))
+    return seen[torch.ops.aten.convolution.default]
+
+
+def test_a_frozen_convolution_that_cuts_into_tiles_is_a_product() -> None:
+    tiles = nn.Conv2d(4, 6, 3, 3), nn.Conv2d(4, 6, (2, 3), (2, 3), bias=False)
+    others = nn.Conv2d(4, 6, 3), nn.Conv2d(4, 6, 3, 3, padding=1), nn.Conv2d(4, 6, 1), nn.Conv2d(4, 6, 2, 2, groups=2)
+    others = *others, nn.Conv2d(4, 6, 2, 2, dilation=2)
+    assert [num_convolutions(layer.double(), True) for layer in (*tiles, *others)] == [0, 0, 1, 1, 1, 1, 1]
+    assert num_convolutions(tiles[0].double(), False) == 1
 
 
 def test_what_cannot_be_done_by_patches_is_left_alone() -> None:
@@ -128,5 +155,33 @@ def test_a_trace_does_not_rest_on_the_strides_it_saw() -> None:
     other = torch.randn(4, 3).t()
     with pytest.raises(RuntimeError, match="view size is not compatible"):
         trace(other)
-    reshaping(trace)
+    simplify(trace)
     assert trace(other).equal(other.relu().flatten())
+
+
+def shapes_only(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    """Axes that are moved to and fro, flattened, split, and lost when they have one entry; a vector changed in place."""
+    there = x.movedim(0, 2).unsqueeze(1).flatten(1, 2)
+    back = there.unflatten(1, (1, x.shape[2])).squeeze(1).movedim(2, 0)
+    alike, ones = back.reshape(x.shape).transpose(1, 2).transpose(2, 1), y.unsqueeze(0).permute(1, 0, 2).squeeze()
+    changed = y.flatten().clone()
+    view = changed.view(y.shape)
+    changed.add_(1)
+    return (
+        alike.sin(),
+        x.transpose(0, 1).contiguous().permute(1, 0, 2).exp(),
+        ones.t().cos(),
+        view * 2,
+        x.flatten().view(x.shape),
+    )
+
+
+def test_a_trace_without_what_only_moves_numbers_gives_the_same() -> None:
+    given = torch.randn(2, 3, 4), torch.randn(5, 2)
+    trace = make_fx(shapes_only, tracing_mode="fake")(*given)
+    before = len(trace.graph.nodes)
+    simplify(trace)
+    assert len(trace.graph.nodes) < 0.6 * before
+    for other in (given, (torch.randn(4, 3, 2).permute(2, 1, 0), torch.randn(2, 5).t())):
+        for found, expected in zip(trace(*other), shapes_only(*other), strict=True):
+            assert found.equal(expected)

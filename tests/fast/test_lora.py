@@ -113,22 +113,19 @@ def test_every_combination_of_mapped_inputs(outer: tuple[bool, ...], inner: tupl
 
 
 class Products(TorchDispatchMode):
-    """The shapes of everything that is multiplied."""
+    """The shapes of what the operators are given."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.large: list[tuple[int, ...]] = []
-        self.small: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        self.forward: list[tuple[tuple[int, ...], ...]] = []
+        self.backward: list[tuple[tuple[int, ...], ...]] = []
         self.biggest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, given: tuple[Any, ...] = (), named: Any = None) -> Any:
         out = func(*given, **(named or {}))
-        if func is torch.ops.dpfed.product.default:
-            x, weight, _, *others = given
-            self.small.append((tuple(x.shape), tuple(weight.shape)))
-            self.large += [tuple(other.shape) for other in others[1:] if other is not None]
-        elif func is torch.ops.aten.bmm.default:
-            self.small.append(tuple(tuple(x.shape) for x in given))
+        if func in (torch.ops.dpfed.lora.default, torch.ops.dpfed.lora_backward.default):
+            shapes = tuple(tuple(x.shape) for x in given if isinstance(x, Tensor))
+            (self.forward if func is torch.ops.dpfed.lora.default else self.backward).append(shapes)
         elif func is torch.ops.aten.clone.default or func is torch.ops.aten.copy_.default:
             self.biggest = max(self.biggest, out.numel())
         return out
@@ -140,13 +137,11 @@ def test_weights_are_not_copied_for_records() -> None:
     def loss(a: Tensor, b: Tensor, x: Tensor) -> Tensor:
         return lora(x.sin() * a.sum(), weight, bias, a, b, SCALE).cos().sum()
 
+    own = (S, RANK, IN), (S, OUT, RANK)
     with Products() as seen:
         vmap(vmap(grad(loss, argnums=(0, 1)), in_dims=(None, None, 0)))(a, b, x)
-    assert seen.large == [(1, OUT, IN), (1, IN, OUT)]  # W once forward and once backward, for the whole cohort
-    own = [((S, B * T, IN), (S, RANK, IN)), ((S, B * T, RANK), (S, OUT, RANK))]
-    own += [((S * B, T, OUT), (S, RANK, OUT)), ((S * B, T, RANK), (S, IN, RANK))]
-    records = [((S * B, RANK, T), (S * B, T, IN)), ((S * B, OUT, T), (S * B, T, RANK))]
-    assert seen.small == own + records
+    assert seen.forward == [((S, B * T, IN), (1, OUT, IN), *own)]  # W once for the cohort, A and B once a client
+    assert seen.backward == [((S * B, T, OUT), (S * B, T, IN), (S * B, T, RANK), (1, OUT, IN), *own)]
     assert seen.biggest == 0
 
     def total(a: Tensor, b: Tensor, x: Tensor) -> Tensor:
@@ -154,7 +149,7 @@ def test_weights_are_not_copied_for_records() -> None:
 
     with Products() as seen:
         vmap(grad(total, argnums=(0, 1)))(a, b, x)
-    assert seen.small[-2:] == [((S, RANK, B * T), (S, B * T, IN)), ((S, OUT, B * T), (S, B * T, RANK))]
+    assert seen.backward == [((S, B * T, OUT), (S, B * T, IN), (S, B * T, RANK), (1, OUT, IN), *own)]
 
 
 def test_what_is_not_a_number_does_not_come_from_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +189,7 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
 def num_fast(module: nn.Module) -> int:
     with Products() as seen:
         module(torch.randn(1, T, IN, dtype=torch.float64))
-    return len(seen.large)
+    return len(seen.forward)
 
 
 def test_layers_of_peft() -> None:

@@ -97,9 +97,10 @@ def test_a_second_local_step_is_refused(kind: type[Any]) -> None:
 # One client with all the data is ordinary training.
 
 
-def central_job(algorithm: Any) -> Job:
-    work = job(algorithm, replace(PRIVATE, sigma=0.0, clip=math.inf, batch_size=60))
-    return work._replace(federation=Federation(work.federation.records, (torch.arange(60),)))
+def central_job(algorithm: Any, num_clients: int) -> Job:
+    size = 60 // num_clients
+    work = job(algorithm, replace(PRIVATE, sigma=0.0, clip=math.inf, batch_size=size))
+    return work._replace(federation=Federation(work.federation.records, torch.arange(60).split(size)))
 
 
 TORCH: list[tuple[Any, type[Any], dict[str, float]]] = [
@@ -113,24 +114,25 @@ TORCH: list[tuple[Any, type[Any], dict[str, float]]] = [
 ]
 
 
+@pytest.mark.parametrize("num_clients", [1, 3])
 @pytest.mark.parametrize(
     ("algorithm", "optimizer", "settings"), TORCH, ids=[type(algorithm).__name__ for algorithm, *_ in TORCH]
 )
-def test_one_client_with_all_data_is_a_hand_written_torch_loop(
-    algorithm: Any, optimizer: type[Any], settings: dict[str, float]
+def test_clients_with_all_data_in_every_step_are_a_hand_written_torch_loop(
+    algorithm: Any, optimizer: type[Any], settings: dict[str, float], num_clients: int
 ) -> None:
-    work, num_rounds = central_job(algorithm), 5
+    work, num_rounds = central_job(algorithm, num_clients), 5
     module, columns = work.model.module, work.federation.records
     s, engine = algorithm.server_init(work.model.theta0(), work.model.layout), Simulation(device="cpu").open(work)
     states = []
     for t in range(num_rounds):
         now = Round(t, schedule_scale("cosine", t, num_rounds), 1, work.model.layout)
-        u, _ = engine.train(now, s, [0])
+        u, _ = engine.train(now, s, list(range(num_clients)))
         s = algorithm.server_step(s, u, now)
         states.append(s.theta)
 
     by_torch = optimizer(module.parameters(), LR, **settings)
-    cosine = torch.optim.lr_scheduler.LambdaLR(by_torch, lambda t: schedule_scale("cosine", t, num_rounds))
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(by_torch, num_rounds)
     for theta in states:
         by_torch.zero_grad()
         nn.functional.cross_entropy(module(columns["x"]), columns["y"]).backward()
