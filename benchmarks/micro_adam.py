@@ -11,11 +11,15 @@ import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dpfed import optim
+from dpfed import Layout, algorithms, optim, pieces
+from dpfed.algorithm import Release, Round, num_bytes
+from dpfed.algorithms import micro_adam
+from dpfed.flat import Part
 
 WIDTH = 384
 LINEARS = ((3 * WIDTH, WIDTH), (WIDTH, WIDTH), (4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH))
@@ -38,8 +42,10 @@ def parameters(num_layers: int, device: str) -> list[nn.Parameter]:
     return params
 
 
-def remembered(optimizer: torch.optim.Optimizer) -> int:
+def remembered(optimizer: Any) -> int:
     """Bytes of all tensors the optimizer keeps between steps."""
+    if isinstance(optimizer, Flat):
+        return num_bytes(optimizer.state._replace(theta=None))
     kept = [value for state in optimizer.state.values() for value in state.values()]
     return sum(value.numel() * value.element_size() for value in kept if isinstance(value, Tensor))
 
@@ -53,27 +59,68 @@ def machine(device: str) -> str:
     return f"{name}, {torch.get_num_threads()} of {torch.multiprocessing.cpu_count()} cores used"
 
 
-def disagreement(device: str, num_steps: int) -> float:
-    """The share of coordinates that MicroAdam puts elsewhere on this device than on the CPU, by more than a part in 10,000."""
-    ended: list[Tensor] = []
-    for where in ("cpu", device):
-        params = parameters(1, where)
-        optimizer = optim.MicroAdam(params, lr=0.1)
-        for _ in range(num_steps):
+def ended(layers: int, device: str, plain: bool) -> list[Tensor]:
+    """All parameters after 1, 3 and 12 steps of MicroAdam, and then what its error stands for; every step has its gradient."""
+    params, found = parameters(layers, device), list[Tensor]()
+    optimizer = optim.MicroAdam(params, lr=0.1)
+    kernels = pieces.has_kernels
+    optim.has_kernels = micro_adam.has_kernels = (lambda *_: False) if plain else kernels
+    with torch.compiler.set_stance("force_eager"):
+        for step in range(12):
+            random = torch.Generator().manual_seed(step)
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=random).to(device)
             optimizer.step()
-        ended.append(torch.cat([p.detach().cpu().flatten() for p in params]))
-    return float(((ended[0] - ended[1]).abs() > 1e-4 * ended[0].abs().clamp(min=1e-3)).double().mean())
+            if step + 1 in (1, 3, 12):
+                found.append(torch.cat([p.detach().flatten() for p in params]).cpu())
+    optim.has_kernels = micro_adam.has_kernels = kernels
+    states = [optimizer.state[p] for p in params]
+    ends = [torch.cat([state[f"error.{end}"].flatten() for state in states]).cpu().float() for end in ("low", "high")]
+    return [*found, *ends]
 
 
-def measure(layers: int, repeat: int, threads: int, device: str, clock: str) -> None:
+def agreement(layers: int, device: str) -> None:
+    """Shares of what differs by more than a part in 10,000; of equal magnitudes at the edge of a top either may be taken."""
+    here = ended(layers, device, plain=False)
+    print(f"MicroAdam, {len(here[0]):,} coordinates on this device; the share that differs by more than 1e-4 from")
+    for name, others in (("the plain text there", ended(layers, device, True)), ("the CPU", ended(layers, "cpu", True))):
+        far = [(one - other).abs() > 1e-4 * other.abs().clamp(min=1e-3) for one, other in zip(here, others, strict=True)]
+        theta, ends = [f"{float(x.double().mean()):.1e}" for x in far[:3]], float(torch.cat(far[3:]).double().mean())
+        print(
+            f"  {name}: of parameters after 1, 3 and 12 steps {', '.join(theta)}; of the ends of the error's blocks {ends:.1e}"
+        )
+
+
+class Flat:
+    """The algorithm's own step on one vector, as rounds take it."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        [p] = params
+        self.algorithm, self.layout = algorithms.MicroAdam(), Layout((Part("", (p.numel(),), "weights"),))
+        self.state: Any = self.algorithm.server_init(p.detach().clone().flatten(), self.layout)
+        self.release, self.num_steps = Release(p.grad.flatten(), p.new_zeros(1)), 0  # type: ignore[union-attr]
+
+    def step(self) -> None:
+        self.state = self.algorithm.server_step(self.state, self.release, Round(self.num_steps, 1.0, 1, self.layout))
+        self.num_steps += 1
+
+
+def one_tensor(device: str) -> list[nn.Parameter]:
+    random = torch.Generator().manual_seed(0)
+    p = nn.Parameter(torch.randn(10_000_000, generator=random).to(device))
+    p.grad = torch.randn(10_000_000, generator=random).to(device)
+    return [p]
+
+
+def measure(
+    make_params: Callable[[], list[nn.Parameter]], contestants: dict[str, Any], repeat: int, device: str, clock: str
+) -> None:
     """Print the memory and the step of MicroAdam and its peers as a table in Markdown."""
-    if threads:
-        torch.set_num_threads(threads)
     now = {"wall": time.perf_counter, "cpu": time.process_time}[clock]
     wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
-    optimizers = {name: make(parameters(layers, device)) for name, make in CONTESTANTS.items()}
+    optimizers = {name: make(make_params()) for name, make in contestants.items()}
     taken: dict[str, list[float]] = {name: [] for name in optimizers}
-    for turn in range(-2, repeat):  # two turns to warm up are not counted
+    for turn in range(-12, repeat):  # as many turns as a window has slots, and two, are not counted
         for name, optimizer in optimizers.items():
             wait()
             began = now()
@@ -81,23 +128,64 @@ def measure(layers: int, repeat: int, threads: int, device: str, clock: str) -> 
             wait()
             if turn >= 0:
                 taken[name].append(1000 * (now() - began))
-    params = parameters(layers, device)
+    params = make_params()
     num_coordinates = sum(p.numel() for p in params)
-    print(f"{machine(device)}; torch {torch.__version__}, float32; {num_coordinates:,} coordinates in {len(params)} tensors")
+    print(f"\n{machine(device)}; torch {torch.__version__}, float32; {num_coordinates:,} coordinates in {len(params)} tensors")
     print(f"medians of {repeat} turns by the {clock} clock; the ratio is the median of the ratios of the same turn")
-    print(f"\n| {'optimizer':30} | bytes / coordinate | {'ms':>8} | {'quartiles':>17} | / fused |")
-    print(f"|{'-' * 32}|{'-' * 20}|{'-' * 10}|{'-' * 19}|{'-' * 9}|")
+    print(f"\n| {'optimizer':30} | bytes / coordinate | {'ms':>8} | {'quartiles':>17} | / fused | without waiting |")
+    print(f"|{'-' * 32}|{'-' * 20}|{'-' * 10}|{'-' * 19}|{'-' * 9}|{'-' * 17}|")
     fused = torch.tensor(taken["torch Adam, fused"])
     for name, optimizer in optimizers.items():
+        began = now()
+        for _ in range(repeat):
+            optimizer.step()
+        wait()
+        in_a_row = 1000 * (now() - began) / repeat
         own = torch.tensor(taken[name])
         low, middle, high = own.quantile(torch.tensor([0.25, 0.5, 0.75])).tolist()
         per_coordinate, ratio = remembered(optimizer) / num_coordinates, float((own / fused).median())
-        print(f"| {name:30} | {per_coordinate:18.3f} | {middle:8.2f} | {f'{low:.2f} to {high:.2f}':>17} | {ratio:7.2f} |")
+        print(
+            f"| {name:30} | {per_coordinate:18.3f} | {middle:8.3f} | {f'{low:.3f} to {high:.3f}':>17} | {ratio:7.2f} "
+            f"| {in_a_row:15.3f} |"
+        )
+
+
+def profile(name: str, optimizer: Any, num_coordinates: int, num_steps: int = 10) -> None:
+    """What a step starts on the GPU, how often, and how long it takes there; what it holds between the steps, and in one."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        for _ in range(num_steps):
+            optimizer.step()
+        torch.cuda.synchronize()
+    events = sorted(seen.key_averages(), key=lambda event: -event.device_time_total)
+    launched = [event for event in events if event.device_time_total > 0]
+    total = sum(event.device_time_total for event in launched) / num_steps
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    optimizer.step()
+    torch.cuda.synchronize()
+    most = (torch.cuda.max_memory_allocated() - before) / num_coordinates
+    print(f"\n{name}: {total:.0f} us on the device, {most:.1f} bytes / coordinate more inside of a step")
+    for event in launched[:16]:
+        print(f"  {event.count / num_steps:5.1f} x {event.device_time_total / event.count:8.1f} us  {event.key[:90]}")
+
+
+def held(make: Callable[[], Any], num_coordinates: int) -> float:
+    """Bytes a coordinate that a new optimizer holds after two steps, beside its parameters and their gradients."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    optimizer = make()
+    for _ in range(2):
+        optimizer.step()
+    torch.cuda.synchronize()
+    return (torch.cuda.memory_allocated() - before) / num_coordinates
 
 
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("--layers", type=int, nargs="+", default=[2], help="transformer layers; each has 1.8 million parameters")
+    words.add_argument(
+        "--layers", type=int, nargs="+", help="transformer layers, of 1.8 million parameters each; 2, on a GPU 2 and 6"
+    )
     words.add_argument("--repeat", type=int, default=15, help="how many turns each contestant gets")
     words.add_argument("--threads", type=int, default=0, help="of torch; 0 leaves it to torch")
     words.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:1")
@@ -108,11 +196,27 @@ def main() -> None:
         help="cpu: of this process, steadier on a busy machine, not for a GPU",
     )
     chosen = words.parse_args()
-    if chosen.device != "cpu":
-        shares = [f"{disagreement(chosen.device, num_steps):.1e}" for num_steps in (1, 3, 12)]
-        print(f"MicroAdam, share of coordinates that differ from the CPU's after 1, 3 and 12 steps: {', '.join(shares)}\n")
-    for layers in chosen.layers:
-        measure(layers, chosen.repeat, chosen.threads, chosen.device, chosen.clock)
+    if chosen.threads:
+        torch.set_num_threads(chosen.threads)
+    on_gpu = chosen.device != "cpu"
+    layers = chosen.layers or ([2, 6] if on_gpu else [2])
+    for number in layers if on_gpu else ():
+        agreement(number, chosen.device)
+    for number in layers:
+        measure(
+            lambda number=number: parameters(number, chosen.device), CONTESTANTS, chosen.repeat, chosen.device, chosen.clock
+        )
+    if on_gpu:
+        single = {name: CONTESTANTS[name] for name in ("torch Adam, fused", "dpfed MicroAdam")} | {
+            "the algorithm, one vector": Flat
+        }
+        measure(lambda: one_tensor(chosen.device), single, chosen.repeat, chosen.device, chosen.clock)
+        for name in ("torch Adam, fused", "dpfed MicroAdam"):
+            params = parameters(6, chosen.device)
+            size, make = sum(p.numel() for p in params), CONTESTANTS[name]
+            print(f"\n{name} holds {held(lambda: make(params), size):.3f} bytes / coordinate between steps")  # noqa: B023
+            profile(name, make(params), size)
+        profile("the algorithm, one vector", Flat(one_tensor(chosen.device)), 10_000_000)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ one, and what is added in an order that may vary are whole numbers: so every run
 kept but what the algorithm remembers, and nothing is ever sent back to the host.
 """
 
-# pyright: basic, reportMissingImports=false, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
 # Triton's language is Python by its grammar only.
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from dpfed.pieces import Quantised, Ring, constant, decayed, num_kept
 
 CHUNK = 4096
 """Coordinates that one program looks at; blocks of the quantiser must fit into it."""
+STRETCH = 16384
+"""Coordinates whose places in the ring one program of ``update`` adds up: it looks at few of them, and waits for each."""
 
 
 class Settings(Protocol):
@@ -84,30 +86,34 @@ class Spread(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Whose each chunk is, and a row for every tensor: size, first coordinate, kept, first kept, first block, first
-    chunk, first byte of codes."""
+    """Whose each chunk and each stretch is, and a row for every tensor.
 
-    owners: Tensor
+    Its size, first coordinate, kept, first kept, first block, first byte of codes, first chunk, first stretch.
+    """
+
+    chunks: Tensor
+    stretches: Tensor
     table: Tensor
     num_kept: int
     most_kept: int
 
 
-COLUMNS = tl.constexpr(7)
+COLUMNS = tl.constexpr(8)
 BINS = tl.constexpr(2048)
 """Of magnitudes, 32 to an octave, from 2^-48 on; what is less is in the first one, and what is more in the last."""
 LOWEST = tl.constexpr((127 - 48) * 32)
 
 
 @lru_cache(maxsize=256)
-def _plan(sizes: tuple[int, ...], density: float, block: int, chunk: int, device: torch.device) -> Plan:
+def _plan(sizes: tuple[int, ...], density: float, block: int, chunk: int, stretch: int, device: torch.device) -> Plan:
     kept = [num_kept(size, density) for size in sizes]
-    blocks, chunks = ([-(-size // length) for size in sizes] for length in (block, chunk))
-    firsts = [list(accumulate([0, *column[:-1]])) for column in (sizes, kept, blocks, chunks)]
-    codes = [number * block // 2 for number in firsts[2]]
-    rows = torch.tensor([sizes, firsts[0], kept, *firsts[1:], codes], dtype=torch.int32).t().contiguous()
-    owners = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(torch.tensor(chunks))
-    return Plan(owners.to(device), rows.to(device), sum(kept), max(kept))
+    blocks, chunks, stretches = ([-(-size // length) for size in sizes] for length in (block, chunk, stretch))
+    codes = [number * block // 2 for number in blocks]
+    firsts = [list(accumulate([0, *column[:-1]])) for column in (sizes, kept, blocks, codes, chunks, stretches)]
+    rows = torch.tensor([sizes, firsts[0], kept, *firsts[1:]], dtype=torch.int32).t().contiguous()
+    numbers = torch.arange(len(sizes), dtype=torch.int32)
+    owners = [numbers.repeat_interleave(torch.tensor(column)).to(device) for column in (chunks, stretches)]
+    return Plan(owners[0], owners[1], rows.to(device), sum(kept), max(kept))
 
 
 def micro_adam(
@@ -137,13 +143,13 @@ def micro_adam_(
     Places count from the beginning of the whole vector if there is one (``whole``), else from that of their tensor.
     """
     device, num_tensors, slot = theta.first.device, len(sizes), index % a.window
-    plan = _plan(tuple(sizes), a.density, a.quant_block, CHUNK, device)
-    num_chunks = len(plan.owners)
-    bins, counts = torch.zeros(num_tensors * (2048 + 4 * 256), dtype=torch.int32, device=device).split(
-        [num_tensors * 2048, num_tensors * 4 * 256]
+    plan = _plan(tuple(sizes), a.density, a.quant_block, CHUNK, STRETCH, device)
+    num_chunks = len(plan.chunks)
+    bins, counts = torch.zeros(num_tensors * 3072, dtype=torch.int32, device=device).split(
+        [num_tensors * 2048, num_tensors * 1024]
     )
-    lengths, reach, edges = torch.empty(num_chunks * 258 + num_tensors * 2, dtype=torch.int32, device=device).split(
-        [num_chunks, num_chunks * 257, num_tensors * 2]
+    lengths, reach, edges = (
+        torch.empty(size, dtype=torch.int32, device=device) for size in (num_chunks, num_chunks * 257, num_tensors * 2)
     )
     lists = torch.empty(num_chunks * CHUNK, dtype=torch.int64, device=device)
     sums = lists.view(torch.float32)  # when nobody needs the lists any more
@@ -153,7 +159,7 @@ def micro_adam_(
     group = min(a.quant_block, 1 << math.floor(math.log2(1 / a.density)))
     some = (a.quant_block // 2, gradient.aligned, group // 2) if group > 1 else (a.quant_block, gradient.aligned, 1)
 
-    grid, chunks, shape = (num_chunks,), (plan.owners, plan.table), (CHUNK, a.quant_block)
+    grid, chunks, shape = (num_chunks,), (plan.chunks, plan.table), (CHUNK, a.quant_block)
     whence = (gradient.first, gradient.offsets, *error, *chunks)
     exact = {"num_warps": 8, "enable_fp_fusion": False}  # a is computed three times, and has to be the same each time
     short = {"num_warps": 4, "enable_fp_fusion": False}
@@ -166,8 +172,9 @@ def micro_adam_(
         _move[grid](*listed, edges, *ring, slot * plan.num_kept, CHUNK, whole, **short)
         _quantise[grid](*whence, edges, *shape, gradient.aligned, **exact)
         numbers = (plan.num_kept, 1 << plan.most_kept.bit_length() - 1, slot, min(index + 1, a.window), lr, a.eps, *scales)
-        slots = (a.window, triton.next_power_of_2(a.window))
-        _update[grid](theta.first, theta.offsets, *ring, sums, powers, *chunks, *numbers, CHUNK, *slots, whole, **short)
+        held = (*ring, sums, powers, plan.stretches, plan.table)
+        slots = (a.window, max(2, triton.next_power_of_2(a.window)))  # times 64: no fewer than a program has threads
+        _update[(len(plan.stretches),)](theta.first, theta.offsets, *held, *numbers, STRETCH, *slots, whole, **short)
 
 
 @triton.jit
@@ -193,7 +200,7 @@ def _added(
     tensor = tl.load(owners + program)
     rows: tl.constexpr = chunk // block
     size = tl.load(table + COLUMNS * tensor)
-    row = (program - tl.load(table + COLUMNS * tensor + 5)) * rows + tl.arange(0, rows)
+    row = (program - tl.load(table + COLUMNS * tensor + 6)) * rows + tl.arange(0, rows)
     place = row[:, None] * block + tl.arange(0, width)[None, :]
     full, number = row * block < size, (tl.load(table + COLUMNS * tensor + 4) + row).to(tl.int64)
     pair = tl.load(codes + _pairs(table, tensor, row, block, width), mask=full[:, None], other=0)
@@ -211,7 +218,7 @@ def _added(
 @triton.jit
 def _pairs(table, tensor, row, block: tl.constexpr, width: tl.constexpr):
     """Where the codes of some blocks stand. A thread should read two bytes at once, not more: then it has what it has of g."""
-    first = tl.multiple_of(tl.load(table + COLUMNS * tensor + 6), 2)
+    first = tl.multiple_of(tl.load(table + COLUMNS * tensor + 5), 2)
     return first.to(tl.int64) + row[:, None] * (block // 2) + tl.arange(0, width // 2)[None, :]
 
 
@@ -326,7 +333,7 @@ def _move(
     edge, wanted = _edge(counts, table, tensor, num_tensors, 4)
     value = (edge & 255).to(tl.int32)
     larger_before, reached_before = 0, 0  # in the chunks of the tensor before this one
-    start = tl.load(table + COLUMNS * tensor + 5)
+    start = tl.load(table + COLUMNS * tensor + 6)
     while start < program:
         other = start + tl.arange(0, 1024)
         before = other < program
@@ -391,12 +398,12 @@ def _quantise(
 @triton.jit(do_not_specialize=["num_kept", "highest", "newest", "filled"])
 def _update(
     theta, offsets, places, values, sums, powers, owners, table, num_kept, highest, newest, filled, lr, eps, scale1, scale2,
-    chunk: tl.constexpr, window: tl.constexpr, slots: tl.constexpr, whole: tl.constexpr,
+    stretch: tl.constexpr, window: tl.constexpr, slots: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
-    """theta <- theta - lr mhat / (eps + sqrt(vhat)), at the places of one chunk that the filled slots hold.
+    """theta <- theta - lr mhat / (eps + sqrt(vhat)), at the places of one stretch that the filled slots hold.
 
-    The places of a slot ascend within a tensor, so those of the chunk are found by bisection. Slot after slot is added up, and
-    no slot names a place twice. In the end whoever comes to a place first takes its vhat away, and moves it.
+    The places of a slot ascend within a tensor, so those of the stretch are found by bisection. Slot after slot is added up,
+    and no slot names a place twice. In the end whoever comes to a place first takes its vhat away, and moves it.
     """
     program = tl.program_id(0)
     tensor = tl.load(owners + program)
@@ -405,8 +412,8 @@ def _update(
     shift = origin
     if not whole:
         shift = origin * 0
-    first = (program - tl.load(table + COLUMNS * tensor + 5)) * chunk
-    begin, end = first + shift, tl.minimum(first + chunk, size) + shift
+    first = (program - tl.load(table + COLUMNS * tensor + 7)) * stretch
+    begin, end = first + shift, tl.minimum(first + stretch, size) + shift
 
     slot = tl.arange(0, slots)
     row = slot.to(tl.int64) * num_kept + first_kept
@@ -439,14 +446,14 @@ def _update(
         own = tl.sum(tl.where(slot == number, row, 0), 0)
         start, last = tl.sum(tl.where(slot == number, low, 0), 0), tl.sum(tl.where(slot == number, high, 0), 0)
         while start < last:
-            at = start + entry
+            at = start + tl.arange(0, 256)
             held = at < last
             place = tl.load(places + own + at, mask=held, other=0).to(tl.int64) - shift + origin
             value = tl.load(values + own + at, mask=held, other=0.0).to(tl.float32)
             m, v = tl.load(sums + 2 * place, mask=held, other=0.0), tl.load(sums + 2 * place + 1, mask=held, other=0.0)
             tl.store(sums + 2 * place, m + first_power * value, mask=held)
             tl.store(sums + 2 * place + 1, v + second_power * (value * value), mask=held)
-            start += 64
+            start += 256
         tl.debug_barrier()
         number += 1
     start = most * 0

@@ -1,4 +1,4 @@
-"""The kernels equal the plain text: error and ring to the bit, parameters to the rounding. On a GPU, or in Triton's interpreter."""
+"""The kernels equal the plain text: error and ring to the bit, parameters to the rounding. On a GPU or in an interpreter."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         monkeypatch.setattr(kernels, "CHUNK", 512)
+        monkeypatch.setattr(kernels, "STRETCH", 1024)
 
 
 @pytest.fixture
