@@ -120,10 +120,13 @@ def micro_adam(
     a: Settings, index: int, lr: float, theta: Tensor, gradient: Tensor, error: Quantised, ring: Ring, sizes: Sequence[int]
 ) -> tuple[Tensor, Quantised, Ring]:
     """The step number ``index`` of vectors, which stay what they are."""
-    theta = decayed(theta, lr, a.weight_decay)
-    error, ring = Quantised(*map(torch.clone, error)), Ring(*map(torch.clone, ring))
-    micro_adam_(a, index, lr, Spread.inside(theta, sizes), Spread.inside(gradient, sizes), error, ring, sizes, whole=True)
-    return theta, error, ring
+    theta, ring, left = (
+        decayed(theta, lr, a.weight_decay),
+        Ring(*map(torch.clone, ring)),
+        Quantised(*map(torch.empty_like, error)),
+    )
+    micro_adam_(a, index, lr, Spread.inside(theta, sizes), Spread.inside(gradient, sizes), error, left, ring, sizes, whole=True)
+    return theta, left, ring
 
 
 def micro_adam_(
@@ -133,12 +136,13 @@ def micro_adam_(
     theta: Spread,
     gradient: Spread,
     error: Quantised,
+    left: Quantised,
     ring: Ring,
     sizes: Sequence[int],
     *,
     whole: bool,
 ) -> None:
-    """The same in place, of tensors that may lie apart, and without the decay of the weights.
+    """The same in place, of tensors that may lie apart, and without the decay of the weights. ``left`` is the new error.
 
     Places count from the beginning of the whole vector if there is one (``whole``), else from that of their tensor.
     """
@@ -170,7 +174,7 @@ def micro_adam_(
         for known in range(4):
             _count[grid](*listed, known, CHUNK, **short)
         _move[grid](*listed, edges, *ring, slot * plan.num_kept, CHUNK, whole, **short)
-        _quantise[grid](*whence, edges, *shape, gradient.aligned, **exact)
+        _quantise[grid](*whence, edges, *left, *shape, gradient.aligned, **exact)
         numbers = (plan.num_kept, 1 << plan.most_kept.bit_length() - 1, slot, min(index + 1, a.window), lr, a.eps, *scales)
         held = (*ring, sums, powers, plan.stretches, plan.table)
         slots = (a.window, max(2, triton.next_power_of_2(a.window)))  # times 64: no fewer than a program has threads
@@ -366,7 +370,7 @@ def _move(
 
 @triton.jit
 def _quantise(
-    gradient, offsets, codes, low, high, owners, table, edges,
+    gradient, offsets, codes, low, high, owners, table, edges, new_codes, new_low, new_high,
     chunk: tl.constexpr, block: tl.constexpr, aligned: tl.constexpr,
 ):  # fmt: skip
     """What has not moved is the new error."""
@@ -384,15 +388,15 @@ def _quantise(
         unknown = tl.max((inside & (a != a)).to(tl.int32), 1) > 0
         least, greatest = tl.where(unknown, float("nan"), least), tl.where(unknown, float("nan"), greatest)
     least, greatest = _narrow(least), _narrow(greatest)
-    tl.store(low + number, least, mask=full)
-    tl.store(high + number, greatest, mask=full)
+    tl.store(new_low + number, least, mask=full)
+    tl.store(new_high + number, greatest, mask=full)
     start = least.to(tl.float32)
     unit = tl.div_rn(greatest.to(tl.float32) - start, 15.0)
     unit = tl.where(unit == 0, float("inf"), unit)
     code = tl.floor(tl.div_rn(tl.where(inside, a - start[:, None], 0.0), unit[:, None]) + 0.5)
     code = tl.minimum(tl.maximum(code, 0.0), 15.0).to(tl.int32)
     upper, lower = tl.split(tl.reshape(code, [chunk // block, block // 2, 2]))
-    tl.store(codes + _pairs(table, tensor, row, block, block), (upper * 16 + lower).to(tl.uint8), mask=full[:, None])
+    tl.store(new_codes + _pairs(table, tensor, row, block, block), (upper * 16 + lower).to(tl.uint8), mask=full[:, None])
 
 
 @triton.jit(do_not_specialize=["num_kept", "highest", "newest", "filled"])

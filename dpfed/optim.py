@@ -215,8 +215,10 @@ class MicroAdam(_Centralised):
             remembered[own] = s, [state["ring.places"] for state in states]
         if algorithm.weight_decay:
             torch._foreach_mul_(params, 1 - algorithm.lr * algorithm.weight_decay)
-        micro_adam_(algorithm, step, algorithm.lr, Spread.of(params), Spread.of(gradients), s.error, s.ring, sizes, whole=False)
-        for state in states:
+        x, g = Spread.of(params), Spread.of(gradients)
+        micro_adam_(algorithm, step, float(algorithm.lr), x, g, s.error, s.error, s.ring, sizes, whole=False)
+        for p, state in zip(params, states, strict=True):
+            torch.autograd.graph.increment_version(p)  # so that a backward pass through what is no more is refused
             state["step"] = step + 1
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -225,9 +225,10 @@ def test_between_steps_only_the_state_is_kept(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(optim, "has_kernels", only_where_dense)
     p = nn.Parameter(torch.zeros(60, 80, device=DEVICE))
     p.grad = normal(0, p.numel()).view_as(p).to(DEVICE)
-    optimizer = optim.MicroAdam([p])
+    optimizer, version = optim.MicroAdam([p]), p._version
     optimizer.step()
     optimizer.step()
+    assert p._version == version + 2
     [(s, views)] = optimizer.__dict__["_remembered"].values()
     held = sum(vector.numel() * vector.element_size() for _, vector in leaves(s))
     seen = sum(value.numel() * value.element_size() for value in optimizer.state[p].values() if isinstance(value, Tensor))
