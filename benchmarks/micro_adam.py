@@ -7,9 +7,11 @@ turns, so that whatever else the machine does hits all of them alike.
 from __future__ import annotations
 
 import argparse
+import gc
 import platform
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,50 +61,58 @@ def machine(device: str) -> str:
     return f"{name}, {torch.get_num_threads()} of {torch.multiprocessing.cpu_count()} cores used"
 
 
-def ended(layers: int, device: str, plain: bool) -> list[Tensor]:
-    """All parameters after 1, 3 and 12 steps of MicroAdam, and then what its error stands for; every step has its gradient."""
-    params, found = parameters(layers, device), list[Tensor]()
-    optimizer = optim.MicroAdam(params, lr=0.1)
-    kernels = pieces.has_kernels
-    optim.has_kernels = micro_adam.has_kernels = (lambda *_: False) if plain else kernels
-    with torch.compiler.set_stance("force_eager"):
-        for step in range(12):
-            random = torch.Generator().manual_seed(step)
-            for p in params:
-                p.grad = torch.randn(p.shape, generator=random).to(device)
-            optimizer.step()
-            if step + 1 in (1, 3, 12):
-                found.append(torch.cat([p.detach().flatten() for p in params]).cpu())
-    optim.has_kernels = micro_adam.has_kernels = kernels
-    states = [optimizer.state[p] for p in params]
-    ends = [torch.cat([state[f"error.{end}"].flatten() for state in states]).cpu().float() for end in ("low", "high")]
-    return [*found, *ends]
-
-
-def agreement(layers: int, device: str) -> None:
-    """Shares of what differs by more than a part in 10,000; of equal magnitudes at the edge of a top either may be taken."""
-    here = ended(layers, device, plain=False)
-    print(f"MicroAdam, {len(here[0]):,} coordinates on this device; the share that differs by more than 1e-4 from")
-    for name, others in (("the plain text there", ended(layers, device, True)), ("the CPU", ended(layers, "cpu", True))):
-        far = [(one - other).abs() > 1e-4 * other.abs().clamp(min=1e-3) for one, other in zip(here, others, strict=True)]
-        theta, ends = [f"{float(x.double().mean()):.1e}" for x in far[:3]], float(torch.cat(far[3:]).double().mean())
-        print(
-            f"  {name}: of parameters after 1, 3 and 12 steps {', '.join(theta)}; of the ends of the error's blocks {ends:.1e}"
-        )
-
-
 class Flat:
     """The algorithm's own step on one vector, as rounds take it."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
-        [p] = params
-        self.algorithm, self.layout = algorithms.MicroAdam(), Layout((Part("", (p.numel(),), "weights"),))
-        self.state: Any = self.algorithm.server_init(p.detach().clone().flatten(), self.layout)
-        self.release, self.num_steps = Release(p.grad.flatten(), p.new_zeros(1)), 0  # type: ignore[union-attr]
+        [self.p] = params
+        self.algorithm, self.layout = algorithms.MicroAdam(), Layout((Part("", (self.p.numel(),), "weights"),))
+        self.state: Any = self.algorithm.server_init(self.p.detach().clone(), self.layout)
+        self.num_steps = 0
 
     def step(self) -> None:
-        self.state = self.algorithm.server_step(self.state, self.release, Round(self.num_steps, 1.0, 1, self.layout))
-        self.num_steps += 1
+        assert self.p.grad is not None
+        release, number = Release(self.p.grad, self.p.grad[:1]), Round(self.num_steps, 1.0, 1, self.layout)
+        self.state, self.num_steps = self.algorithm.server_step(self.state, release, number), self.num_steps + 1
+
+
+def standing(optimizer: Any, params: list[nn.Parameter]) -> list[Tensor]:
+    """The parameters, and the ends of the blocks of the error, whose codes say little that these do not say."""
+    if isinstance(optimizer, Flat):
+        found = [optimizer.state.theta, optimizer.state.error.low, optimizer.state.error.high]
+    else:
+        states = [optimizer.state[p] for p in params]
+        ends = [[state[f"error.{end}"].flatten() for state in states] for end in ("low", "high")]
+        found = [torch.cat(pieces) for pieces in ([p.detach().flatten() for p in params], *ends)]
+    return [vector.float().cpu() for vector in found]
+
+
+def after(make: Any, params: list[nn.Parameter], steps: tuple[int, ...], plain: bool) -> list[list[Tensor]]:
+    """Where MicroAdam stands after so many steps, each with its own gradient."""
+    optimizer, found, kernels = make(params), list[list[Tensor]](), pieces.has_kernels
+    optim.has_kernels = micro_adam.has_kernels = (lambda *_: False) if plain else kernels
+    with torch.compiler.set_stance("force_eager"):
+        for step in range(max(steps)):
+            random = torch.Generator().manual_seed(step)
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=random).to(p.device)
+            optimizer.step()
+            if step + 1 in steps:
+                found.append(standing(optimizer, params))
+    optim.has_kernels = micro_adam.has_kernels = kernels
+    return found
+
+
+def agreement(make: Any, make_params: Callable[[str], list[nn.Parameter]], steps: tuple[int, ...], device: str) -> None:
+    """Shares of what differs by more than a part in 10,000; of equal magnitudes at the edge of a top either may be taken."""
+    here = after(make, make_params(device), steps, plain=False)
+    print(f"MicroAdam, {len(here[0][0]):,} coordinates on this device; the share that differs by more than 1e-4 from")
+    for name, where in (("the plain text there", device), ("the CPU", "cpu")):
+        others = after(make, make_params(where), steps, plain=True)
+        for step, one, other in zip(steps, here, others, strict=True):
+            far = [(x - y).abs() > 1e-4 * y.abs().clamp(min=1e-3) for x, y in zip(one, other, strict=True)]
+            theta, ends = (float(x.double().mean()) for x in (far[0], torch.cat(far[1:])))
+            print(f"  {name:20}, after {step:2} steps: parameters {theta:.1e}, ends of the error's blocks {ends:.1e}")
 
 
 def one_tensor(device: str) -> list[nn.Parameter]:
@@ -151,7 +161,9 @@ def measure(
 
 
 def profile(name: str, optimizer: Any, num_coordinates: int, num_steps: int = 10) -> None:
-    """What a step starts on the GPU, how often, and how long it takes there; what it holds between the steps, and in one."""
+    """What a step starts on the GPU, how often, and how long it takes there; and how much memory it takes meanwhile."""
+    for _ in range(12):  # until a window is full
+        optimizer.step()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
         for _ in range(num_steps):
@@ -172,6 +184,7 @@ def profile(name: str, optimizer: Any, num_coordinates: int, num_steps: int = 10
 
 def held(make: Callable[[], Any], num_coordinates: int) -> float:
     """Bytes a coordinate that a new optimizer holds after two steps, beside its parameters and their gradients."""
+    gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     optimizer = make()
@@ -195,28 +208,40 @@ def main() -> None:
         default="wall",
         help="cpu: of this process, steadier on a busy machine, not for a GPU",
     )
+    words.add_argument(
+        "--pieces",
+        type=lambda pair: tuple(map(int, pair.split("x"))),
+        nargs="*",
+        default=[],
+        help="what else to profile on a GPU: coordinates of a program of most kernels, and of the last one, as 2048x8192",
+    )
     chosen = words.parse_args()
     if chosen.threads:
         torch.set_num_threads(chosen.threads)
     on_gpu = chosen.device != "cpu"
     layers = chosen.layers or ([2, 6] if on_gpu else [2])
-    for number in layers if on_gpu else ():
-        agreement(number, chosen.device)
-    for number in layers:
-        measure(
-            lambda number=number: parameters(number, chosen.device), CONTESTANTS, chosen.repeat, chosen.device, chosen.clock
-        )
     if on_gpu:
-        single = {name: CONTESTANTS[name] for name in ("torch Adam, fused", "dpfed MicroAdam")} | {
-            "the algorithm, one vector": Flat
-        }
-        measure(lambda: one_tensor(chosen.device), single, chosen.repeat, chosen.device, chosen.clock)
+        for number in layers:
+            agreement(optim.MicroAdam, partial(parameters, number), (1, 3, 12), chosen.device)
+        agreement(Flat, one_tensor, (1, 3), chosen.device)
+    for number in layers:
+        measure(partial(parameters, number, chosen.device), CONTESTANTS, chosen.repeat, chosen.device, chosen.clock)
+    if on_gpu:
+        flat = "the algorithm, one vector"
+        single = {name: CONTESTANTS[name] for name in ("torch Adam, fused", "dpfed MicroAdam")} | {flat: Flat}
+        measure(partial(one_tensor, chosen.device), single, chosen.repeat, chosen.device, chosen.clock)
         for name in ("torch Adam, fused", "dpfed MicroAdam"):
             params = parameters(6, chosen.device)
-            size, make = sum(p.numel() for p in params), CONTESTANTS[name]
-            print(f"\n{name} holds {held(lambda: make(params), size):.3f} bytes / coordinate between steps")  # noqa: B023
-            profile(name, make(params), size)
-        profile("the algorithm, one vector", Flat(one_tensor(chosen.device)), 10_000_000)
+            size, make = sum(p.numel() for p in params), partial(CONTESTANTS[name], params)
+            print(f"\n{name} holds {held(make, size):.3f} bytes / coordinate between steps")
+            profile(name, make(), size)
+        vector = one_tensor(chosen.device)
+        profile(flat, Flat(vector), 10_000_000)
+        for chunk, stretch in chosen.pieces:
+            from dpfed import kernels
+
+            kernels.CHUNK, kernels.STRETCH = chunk, stretch
+            profile(f"{flat}, by {chunk} and {stretch}", Flat(vector), 10_000_000)
 
 
 if __name__ == "__main__":
