@@ -78,18 +78,20 @@ class Memories:
         """What these clients have now, after round ``t``."""
         if not memories:
             return
-        everything = dict(memories)
+        staying = list[int]()
         if sum(self._stored.values()) > 2 * len(self._place) + len(memories):
             sparse = min(self._stored, key=lambda file: self._living[file] / self._stored[file])
             staying = [client for client, (file, _) in self._place.items() if file == sparse and client not in memories]
-            everything |= self.of(staying)
-        names = next(iter(memories.values()))
-        matrices = {name: torch.stack([vectors[name] for vectors in everything.values()]) for name in names}
+        rest, everybody = self.of(staying), [*memories, *staying]
+        matrices: Vectors = {}
+        for name in next(iter(memories.values())):
+            trained = torch.stack([vectors[name] for vectors in memories.values()]).cpu()  # in one piece, from where they train
+            matrices[name] = torch.cat([trained, *(rest[client][name].unsqueeze(0) for client in staying)])
         with disk(self._path(t), self._remedy):
             self._folder.mkdir(exist_ok=True)
-            about = {"run": self._name, "t": t, "clients": list(everything)}
+            about = {"run": self._name, "t": t, "clients": everybody}
             replace_file(self._path(t), tensors_as_bytes(matrices, about), durable=False)
-        self._enter(t, list(everything))
+        self._enter(t, everybody)
         self._loose.append(t)
 
     def settle(self) -> None:
