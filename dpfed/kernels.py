@@ -149,9 +149,8 @@ def micro_adam_(
     device, num_tensors, slot = theta.first.device, len(sizes), index % a.window
     plan = _plan(tuple(sizes), a.density, a.quant_block, CHUNK, STRETCH, device)
     num_chunks = len(plan.chunks)
-    bins, counts = torch.zeros(num_tensors * 3072, dtype=torch.int32, device=device).split(
-        [num_tensors * 2048, num_tensors * 1024]
-    )
+    widths = [num_tensors * BINS.value, num_tensors * 4 * 256]
+    bins, counts = torch.zeros(sum(widths), dtype=torch.int32, device=device).split(widths)
     lengths, reach, edges = (
         torch.empty(size, dtype=torch.int32, device=device) for size in (num_chunks, num_chunks * 257, num_tensors * 2)
     )
@@ -165,16 +164,16 @@ def micro_adam_(
 
     grid, chunks, shape = (num_chunks,), (plan.chunks, plan.table), (CHUNK, a.quant_block)
     whence = (gradient.first, gradient.offsets, *error, *chunks)
-    exact = {"num_warps": 8, "enable_fp_fusion": False}  # a is computed three times, and has to be the same each time
-    short = {"num_warps": 4, "enable_fp_fusion": False}
+    short = {"num_warps": 4, "enable_fp_fusion": False}  # a is computed three times, and has to be the same each time
+    long = {"num_warps": 8, "enable_fp_fusion": False, "maxnreg": 64}  # four programs find room on one multiprocessor
     with torch.cuda.device_of(theta.first):
-        _survey[grid](*whence, bins, *shape, *some, **exact)
-        _gather[grid](*whence, bins, lists, lengths, *shape, gradient.aligned, **exact)
+        _survey[grid](*whence, bins, *shape, *some, **long)
+        _gather[grid](*whence, bins, lists, lengths, *shape, gradient.aligned, **long)
         listed = (lists, lengths, *chunks, counts, reach, num_tensors, num_chunks)
         for known in range(4):
             _count[grid](*listed, known, CHUNK, **short)
         _move[grid](*listed, edges, *ring, slot * plan.num_kept, CHUNK, whole, **short)
-        _quantise[grid](*whence, edges, *left, *shape, gradient.aligned, **exact)
+        _quantise[grid](*whence, edges, *left, *shape, gradient.aligned, **long)
         numbers = (plan.num_kept, 1 << plan.most_kept.bit_length() - 1, slot, min(index + 1, a.window), lr, a.eps, *scales)
         held = (*ring, sums, powers, plan.stretches, plan.table)
         slots = (a.window, max(2, triton.next_power_of_2(a.window)))  # times 64: no fewer than a program has threads

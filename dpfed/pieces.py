@@ -182,7 +182,7 @@ def _stretches(sizes: tuple[int, ...], block: int) -> list[tuple[int, int]]:
 
 def has_kernels(ef_bits: int | None, block: int, tensors: Sequence[Tensor]) -> bool:
     """Whether `dpfed.kernels` takes a step of MicroAdam for these tensors."""
-    fits = ef_bits is not None and 16 <= block <= 4096 and block & (block - 1) == 0
+    fits = ef_bits is not None and 16 <= block <= 4096 and block & (block - 1) == 0 and torch.version.cuda is not None
     return fits and all(x.is_cuda and x.dtype == torch.float32 and x.is_contiguous() for x in tensors) and has_triton()
 
 
