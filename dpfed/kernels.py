@@ -165,7 +165,7 @@ def micro_adam_(
     grid, chunks, shape = (num_chunks,), (plan.chunks, plan.table), (CHUNK, a.quant_block)
     whence = (gradient.first, gradient.offsets, *error, *chunks)
     short = {"num_warps": 4, "enable_fp_fusion": False}  # a is computed three times, and has to be the same each time
-    long = {"num_warps": 8, "enable_fp_fusion": False, "maxnreg": 64}  # four programs find room on one multiprocessor
+    long = short | {"num_warps": 8} | ({"maxnreg": 64} if gradient.aligned else {})  # so four have room on a multiprocessor
     with torch.cuda.device_of(theta.first):
         _survey[grid](*whence, bins, *shape, *some, **long)
         _gather[grid](*whence, bins, lists, lengths, *shape, gradient.aligned, **long)
@@ -317,7 +317,8 @@ def _count(lists, lengths, owners, table, counts, reach, num_tensors, num_chunks
             beginning = magnitude >> (32 - 8 * known)
             larger += tl.sum((alike & (beginning > begins)).to(tl.int32), 0)
             alike = alike & (beginning == begins)
-        count += tl.histogram(((magnitude >> (24 - 8 * known)) & 255).to(tl.int32), 256, mask=alike)
+        counted = tl.where(alike, ((magnitude >> (24 - 8 * known)) & 255).to(tl.int32), 0)
+        count += tl.histogram(counted, 256) - tl.where(byte == 0, 256 - tl.sum(alike.to(tl.int32), 0), 0)
         start += 256
     tl.atomic_add(counts + (known * num_tensors + tensor) * 256 + byte, count, mask=count > 0, sem="relaxed")
     if known == 3:

@@ -15,7 +15,7 @@ already. In the long run steps are about 5 times Adam's, as a window of fewer th
 
 Departs from the paper: a constant block has codes 0 (its Q divides by 0); weight decay is new, and off by default.
 Departs from the released code: that of DP-MicroAdam does not quantise e (``ef_bits=None``), and divides by the realised batch
-size; MicroAdam's kernels take the top of every piece of a tensor.
+size; MicroAdam's takes the top of every piece of a tensor.
 """
 
 from __future__ import annotations
