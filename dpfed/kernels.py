@@ -26,7 +26,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import triton
@@ -39,6 +39,11 @@ CHUNK = 4096
 """Coordinates that one program looks at; blocks of the quantiser must fit into it."""
 STRETCH = 16384
 """Coordinates whose places in the ring one program of ``update`` adds up: it looks at few of them, and waits for each."""
+
+DIRECT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3)
+"""Whether what Triton has compiled can be started without it, with a kernel's arguments, constants among them."""
+_PROGRAMS: dict[Any, list[Any]] = {}
+"""The compiled kernels of a step. Triton itself takes longer to find them by their arguments than most of them run."""
 
 
 class Settings(Protocol):
@@ -162,22 +167,41 @@ def micro_adam_(
     group = min(a.quant_block, 1 << math.floor(math.log2(1 / a.density)))
     some = (a.quant_block // 2, gradient.aligned, group // 2) if group > 1 else (a.quant_block, gradient.aligned, 1)
 
-    grid, chunks, shape = (num_chunks,), (plan.chunks, plan.table), (CHUNK, a.quant_block)
-    whence = (gradient.first, gradient.offsets, *error, *chunks)
+    tensors = (theta.first, theta.offsets, gradient.first, gradient.offsets, *error, *left, *ring, *plan[:3])
+    tensors = (*tensors, bins, counts, lengths, reach, edges, lists, sums, powers)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    kinds = [(tensor.dtype, address % 16 == 0) for tensor, address in zip(tensors, addresses, strict=True)]
+    begin, shape = slot * plan.num_kept, (CHUNK, a.quant_block)
+    key = (device, *kinds, *shape, *some, STRETCH, a.window, whole, begin < 2**31)  # all that Triton looks at
+    programs = _PROGRAMS.get(key)
+    x, xs, g, gs, *rest = addresses if programs else tensors
+    codes, low, high, new_codes, new_low, new_high, places, values, chunks, stretches, table, *rest = rest
+    bins, counts, lengths, reach, edges, lists, sums, powers = rest
+
+    whence, owners = (g, gs, codes, low, high, chunks, table), (chunks, table)
+    listed = (lists, lengths, *owners, counts, reach, num_tensors, num_chunks)
+    numbers = (plan.num_kept, 1 << plan.most_kept.bit_length() - 1, slot, min(index + 1, a.window))
+    held = (places, values, sums, powers, stretches, table, *numbers, float(lr), float(a.eps), *scales)
+    slots = (a.window, max(2, triton.next_power_of_2(a.window)))  # times 64: no fewer than a program has threads
     short = {"num_warps": 4, "enable_fp_fusion": False}  # a is computed three times, and has to be the same each time
     long = short | {"num_warps": 8} | ({"maxnreg": 64} if gradient.aligned else {})  # so four have room on a multiprocessor
+    launches = [
+        (_survey, num_chunks, (*whence, bins, *shape, *some), long),
+        (_gather, num_chunks, (*whence, bins, lists, lengths, *shape, gradient.aligned), long),
+        *((_count, num_chunks, (*listed, known, CHUNK), short) for known in range(4)),
+        (_move, num_chunks, (*listed, edges, places, values, begin, CHUNK, whole), short),
+        (_quantise, num_chunks, (*whence, edges, new_codes, new_low, new_high, *shape, gradient.aligned), long),
+        (_update, len(plan.stretches), (x, xs, *held, STRETCH, *slots, whole), short),
+    ]
     with torch.cuda.device_of(theta.first):
-        _survey[grid](*whence, bins, *shape, *some, **long)
-        _gather[grid](*whence, bins, lists, lengths, *shape, gradient.aligned, **long)
-        listed = (lists, lengths, *chunks, counts, reach, num_tensors, num_chunks)
-        for known in range(4):
-            _count[grid](*listed, known, CHUNK, **short)
-        _move[grid](*listed, edges, *ring, slot * plan.num_kept, CHUNK, whole, **short)
-        _quantise[grid](*whence, edges, *left, *shape, gradient.aligned, **long)
-        numbers = (plan.num_kept, 1 << plan.most_kept.bit_length() - 1, slot, min(index + 1, a.window), lr, a.eps, *scales)
-        held = (*ring, sums, powers, plan.stretches, plan.table)
-        slots = (a.window, max(2, triton.next_power_of_2(a.window)))  # times 64: no fewer than a program has threads
-        _update[(len(plan.stretches),)](theta.first, theta.offsets, *held, *numbers, STRETCH, *slots, whole, **short)
+        if programs:
+            stream = torch.cuda.current_stream(device).cuda_stream
+            for program, (_kernel, number, given, _options) in zip(programs, launches, strict=True):
+                program[number, 1, 1](*given, stream=stream)
+        else:
+            programs = [kernel[(number,)](*given, **options) for kernel, number, given, options in launches]
+            if DIRECT and all(programs):
+                _PROGRAMS[key] = programs
 
 
 @triton.jit

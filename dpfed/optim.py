@@ -62,9 +62,10 @@ class _Centralised(Optimizer):
         super().add_param_group(param_group)
 
     def _algorithm(self, group: dict[str, Any]) -> Any:
-        names = {field.name for field in dataclasses.fields(self.algorithm)} & group.keys()
         beta1, beta2 = group["betas"]
-        return self.algorithm(beta1=beta1, beta2=beta2, **{name: group[name] for name in names})
+        return self.algorithm(
+            beta1=beta1, beta2=beta2, **{name: group[name] for name in _settings(self.algorithm) & group.keys()}
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -88,6 +89,11 @@ class _Centralised(Optimizer):
 
 
 _ONE = Layout((Part("", (1,), "weights"),))
+
+
+@cache
+def _settings(algorithm: type[Any]) -> frozenset[str]:
+    return frozenset(field.name for field in dataclasses.fields(algorithm))
 
 
 def _refuse_unusual(gradient: Tensor) -> None:
@@ -171,9 +177,9 @@ class MicroAdam(_Centralised):
         alike: dict[Any, list[tuple[Tensor, Tensor]]] = {}
         ends = accumulate(p.numel() for p in params)
         for p, gradient, end in zip(params, gradients, ends, strict=True):
-            chunk = end // 2**20 if p.device.type == "cpu" else 0
-            key = (self.state[p].get("step", 0), p.dtype, p.device, p.is_contiguous(), chunk)
-            alike.setdefault(key, []).append((p, gradient.contiguous() if p.is_contiguous() else gradient))
+            chunk, in_order = end // 2**20 if p.is_cpu else 0, p.is_contiguous()
+            key = (self.state[p].get("step", 0), p.dtype, p.device, in_order, chunk)
+            alike.setdefault(key, []).append((p, gradient.contiguous() if in_order else gradient))
         for (step, *_), pairs in alike.items():
             own, given = [list(side) for side in zip(*pairs, strict=True)]
             algorithm = self._algorithm(group)

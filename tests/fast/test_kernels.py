@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import math
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -198,6 +200,64 @@ def test_the_optimizer_equals_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> 
         assert one.keys() == other.keys()
         assert one["step"] == other["step"]
         assert all(one[name].equal(other[name].cpu()) for name in ("ring.places", "ring.values", "error.low", "error.high"))
+
+
+class Compiling:
+    """A kernel that hands out what it was compiled to, as Triton's do on a GPU. That knows nothing but addresses."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.num_direct = kernel, 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def compiled(*given: Any, **options: Any) -> Any:
+            kinds = [x.dtype if isinstance(x, Tensor) else None for x in given]
+            self.kernel[grid](*given, **options)
+            return Compiled(self, kinds)
+
+        return compiled
+
+
+class Compiled:
+    def __init__(self, source: Compiling, kinds: list[torch.dtype | None]) -> None:
+        self.source, self.kinds = source, kinds
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def start(*given: Any, stream: int) -> None:
+            assert len(grid) == 3
+            assert stream == 7
+            self.source.num_direct += 1
+            self.source.kernel[grid](*map(self.first_at, given, self.kinds))
+
+        return start
+
+    def first_at(self, given: Any, kind: torch.dtype | None) -> Any:
+        if kind is None:
+            return given
+        assert isinstance(given, int)
+        return torch.frombuffer((ctypes.c_char * kind.itemsize).from_address(given), dtype=kind)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there every test takes them from the second step on")
+def test_compiled_kernels_are_started_in_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that finds what an earlier one has compiled, of other tensors, too."""
+    monkeypatch.setattr(optim, "has_kernels", only_where_dense)
+    monkeypatch.setattr(micro_adam, "has_kernels", lambda *_: False)
+    ended: list[Tensor] = []
+    sources: list[Compiling] = []
+    for direct in (False, True):
+        if direct:
+            for name in ("_survey", "_gather", "_count", "_move", "_quantise", "_update"):
+                sources.append(Compiling(getattr(kernels, name)))
+                monkeypatch.setattr(kernels, name, sources[-1])
+            monkeypatch.setattr(kernels, "_PROGRAMS", dict[Any, Any]())
+            monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=7))
+        params = parameters()
+        stepped(range(5), params, optim.MicroAdam(params, **SETTINGS))
+        ended.append(flat(params))
+    assert ended[0].equal(ended[1])
+    number = sources[0].num_direct
+    assert number > 0
+    assert [source.num_direct for source in sources] == [number, number, 4 * number, number, number, number]
 
 
 def test_a_stored_state_continues_in_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
