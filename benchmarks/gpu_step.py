@@ -1,10 +1,12 @@
 """One private step of a cohort of large models on a GPU, beside Opacus, no privacy, and the floor; and whole runs.
 
 What is timed is the product's own path: rounds of the simulation with K local steps of FedAvg, divided by K. Every workload
-runs in a process of its own. All processes compile and warm up side by side; then they are timed one at a time, so that nothing
-else runs on the GPU. Each contestant does the same work: the gradients of every client's batch at the client's own parameters,
-clipped per record, summed, noised, and one SGD step; "without privacy" the mean gradient and the step. The clipped sums are
-compared, too: ours in bfloat16, as they are timed, with ours in float32 without any fast layer, factor or compiler.
+runs in a process of its own. All processes compile side by side; then one after the other has the GPU to itself: its steps are
+timed and given back, then those of its peers. Each contestant does the same work: the gradients of every client's batch at the
+client's own parameters, clipped per record, summed, noised, and one SGD step; "without privacy" the mean gradient and the step.
+The clipped sums are compared, too: ours in bfloat16, as they are timed, with ours in float32 without any fast layer, factor or
+compiler. A whole run is a process of its own at the very end, from its first import to its last row, whose programs were
+compiled before on the same machine; or some rounds stand for all, and then the table says so.
 
     floor = floating-point operations of the matrix products of the same step without privacy / the measured rate of a product
 """
@@ -25,7 +27,6 @@ from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from statistics import median
-from threading import Timer
 from typing import Any, NamedTuple
 
 import torch
@@ -154,6 +155,29 @@ def loop(clients: list[tuple[nn.Module, Any]], examples: Records, criteria: list
     return step
 
 
+def eager_loop(cohort: Cohort, examples: Records) -> Step:
+    modules = copies(cohort, torch.bfloat16)
+    pairs = [(m, torch.optim.SGD([p for p in m.parameters() if p.requires_grad], LR, fused=True)) for m in modules]
+    return loop(pairs, examples)
+
+
+def compiled_loop(cohort: Cohort, examples: Records, backend: str) -> Step:
+    """One compiled module takes the parameters of client after client, without a copy."""
+    modules = copies(cohort, torch.bfloat16)
+    own = [[p for p in module.parameters() if p.requires_grad] for module in modules]
+    values, forward = [[p.data for p in some] for some in own], torch.compile(modules[0], dynamic=False, backend=backend)
+    optimizer = torch.optim.SGD(own[0], LR, fused=True)
+    one = [loop([(forward, optimizer)], {n: c[i : i + 1] for n, c in examples.items()}) for i in range(len(modules))]
+
+    def step() -> None:
+        for mine, run in zip(values, one, strict=True):
+            for parameter, value in zip(own[0], mine, strict=True):
+                parameter.data = value
+            run()
+
+    return step
+
+
 def relative(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
@@ -163,12 +187,12 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def timed(steps: dict[str, Step], device: str, seconds: float) -> dict[str, list[float]]:
-    """Milliseconds of every turn; the contestants take turns until the time is over, at least five times, at most fifty."""
+def timed(steps: dict[str, Step], device: str, seconds: float, least: int = 5, warm: int = 2) -> dict[str, list[float]]:
+    """Milliseconds of every turn, after some that warm up; the contestants take turns until the time is over."""
     taken: dict[str, list[float]] = {name: [] for name in steps}
     began = time.monotonic()
-    for turn in range(-2, 50):
-        if turn >= 5 and time.monotonic() - began > seconds:
+    for turn in range(-warm, 50):
+        if turn >= least and time.monotonic() - began > seconds:
             break
         for name, step in steps.items():
             wait(device)
@@ -184,34 +208,43 @@ def say(**what: Any) -> None:
     print("@" + json.dumps(what), flush=True)
 
 
-class Warm:
-    """Contestants that have run once; one that fails is reported and left out, and none is begun after the deadline."""
+class Contestants:
+    """Steps that have run once; one that fails is reported and left out, and none is begun after the deadline."""
 
     def __init__(self, deadline: float, device: str) -> None:
         self.deadline, self.device, self.steps, self.notes = deadline, device, dict[str, Step](), dict[str, Any]()
-        self.num_steps: dict[str, int] = {}
+        self.taken: dict[str, list[float]] = {}
 
-    def add(self, name: str, make: Callable[[], Step], num_steps: int = 1) -> Step | None:
-        """``num_steps``: of the cohort, in one call."""
+    def add(self, name: str, make: Callable[[], Step]) -> Step | None:
         if time.time() > self.deadline:
             self.notes[name] = "left out: no time"
             return None
         began = time.monotonic()
         try:
             step = make()
-            step(), step()
+            step()
             wait(self.device)
         except Exception as error:
             traceback.print_exc()
             self.notes[name] = f"failed: {type(error).__name__}: {str(error)[:300]}"
             return None
         finally:
-            gc.collect()
-            if self.device == "cuda":
-                torch.cuda.empty_cache()
-        self.notes[f"warm-up of {name}, s"] = round(time.monotonic() - began, 1)
-        self.steps[name], self.num_steps[name] = step, num_steps
+            self.give_back()
+        self.notes[f"first call of {name}, s"] = round(time.monotonic() - began, 1)
+        self.steps[name] = step
         return step
+
+    def time(self, seconds: float, num_steps: int = 1, **limits: int) -> None:
+        """``num_steps``: of the cohort, in one call. What was timed is forgotten."""
+        for name, values in timed(self.steps, self.device, seconds, **limits).items():
+            self.taken[name] = [value / num_steps for value in values]
+        self.steps.clear()
+        self.give_back()
+
+    def give_back(self) -> None:
+        gc.collect()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
 
 
 def errors(cohort: Cohort, engine: SimulationEngine, notes: dict[str, Any]) -> None:
@@ -267,7 +300,7 @@ def child(name: str, tiny: bool, device: str, deadline: float, seconds: float, b
 
 
 def whole_run(name: str, tiny: bool, device: str, deadline: float, seconds: float, backend: str) -> None:
-    """A few rounds of a run, by dpfed's own loop: Poisson batches, the ledger and the record included."""
+    """A run, by dpfed's own loop, the ledger and the record included; of a long one some rounds."""
     planned: WholeRun = RUNS[name]
     workload, notes = WORKLOADS[planned.workload], dict[str, Any]()
     torch.manual_seed(0)
@@ -281,21 +314,19 @@ def whole_run(name: str, tiny: bool, device: str, deadline: float, seconds: floa
             return FlatModel(with_fast_lora(workload.build("dpfed", tiny))), federation
 
     engine = Simulation(device, workload.memory_gib, precision="bfloat16", compile="yes")
-    mechanism, steps = Gaussian(sigma=SIGMA, clip=CLIP, batch_size=size), 2 if tiny else planned.local_steps
-    recipe = Recipe(Random(), FedAdamW(), mechanism, 5, steps, num_clients, evaluate_every=5, engine=engine)
+    mechanism = Gaussian(sigma=SIGMA, clip=CLIP, batch_size=size, sampling="fixed")
+    rounds, steps = (5, 2) if tiny else (planned.timed_rounds, planned.local_steps)
+    recipe = Recipe(Random(), FedAdamW(), mechanism, rounds, steps, num_clients, evaluate_every=rounds, engine=engine)
     with tempfile.TemporaryDirectory() as folder:
         record, rows = begin(recipe, Path(folder) / "run", engine=lambda job: engine.open(job, backend))
-        notes["engine"] = record.environment["engine"]
-        first = next(rows)
-        notes["start-up, s"], notes["first round, s"] = first.get("startup_seconds", 0.0), first["seconds"]
-        say(ready=name)
-        sys.stdin.readline()
-        some = [next(rows) for _ in range(3)]
-        notes["start-up of later rounds, s"] = sum(row.get("startup_seconds", 0.0) for row in some)
-        notes["problems"] = [note for row in (first, *some) for note in row.get("notes", ())]
-        list(rows)
-    each = [row["seconds"] - row.get("startup_seconds", 0.0) for row in some]
-    notes["whole run, s"] = round(notes["start-up, s"] + planned.rounds * median(each), 1)
+        notes["engine"], every = record.environment["engine"], list(rows)
+    notes["start-up, s"] = sum(row.get("startup_seconds", 0.0) for row in every)
+    notes["problems"] = [note for row in every for note in row.get("notes", ())]
+    each = [row["seconds"] - row.get("startup_seconds", 0.0) for row in every]
+    alive = time.time() - float(os.environ["BEGAN"])
+    notes["the process, s"] = round(alive, 1)
+    if planned.timed_rounds < planned.rounds:
+        notes[f"whole run by {rounds} rounds, s"] = round(alive + (planned.rounds - rounds) * median(each), 1)
     notes["cohort"], notes["rounds x steps"] = f"{num_clients}x{size}", f"{planned.rounds}x{planned.local_steps}"
     if device == "cuda":
         notes["peak GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
@@ -303,110 +334,86 @@ def whole_run(name: str, tiny: bool, device: str, deadline: float, seconds: floa
 
 
 def one_step(name: str, tiny: bool, device: str, deadline: float, seconds: float, backend: str) -> None:
+    """Compile ours and say so; after the word, time ours, then the peers; report."""
     half, workload = torch.bfloat16, WORKLOADS[name]
     cohort = prepare(workload, tiny, device, backend)
-    warm, size = Warm(deadline, device), workload.shape(tiny)[1]
-    attention, private = "dpfed", Gaussian(sigma=SIGMA, clip=CLIP, batch_size=size, sampling="fixed")
+    found, peers, size = Contestants(deadline, device), Contestants(deadline, device), workload.shape(tiny)[1]
+    full, private = name in ("resnet-18", "vit-base, all"), Gaussian(sigma=SIGMA, clip=CLIP, batch_size=size, sampling="fixed")
+    mechanisms: dict[str, Mechanism] = {"private": private, "no privacy": Plain(batch_size=size)}
+    engines = {title: cohort.engine(mechanism, "dpfed") for title, mechanism in mechanisms.items()}
+    notes, engine = found.notes, engines["private"]
+    notes["d"], notes["cohort"] = engine.job.model.num_parameters, f"{len(cohort.theta)}x{size}"
+    notes["engine"] = engine.description
+    for title, one in engines.items():
+        found.add(f"dpfed, {title}", lambda one=one: rounds_of(one, False))
+        notes[f"start-up, {title}, s"] = round(one.startup_seconds, 1)
+    if device == "cuda":
+        notes["peak GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    examples, single = cohort.examples(half), cohort.examples(torch.float32)
+    peers.add("no privacy, client after client, compiled", lambda: compiled_loop(cohort, examples, backend))
+    say(ready=name)
+    sys.stdin.readline()
+    found.deadline = peers.deadline = time.time() + 3 * seconds
+    if name == "vit-base, all":  # with all that an algorithm keeps
+        heavy = cohort.engine(private, "dpfed", FedAdamW())
+        found.add("dpfed, private, FedAdamW", lambda: rounds_of(heavy, False))
+        if device == "cuda":
+            notes["peak GiB, FedAdamW"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     try:
-        warm.notes |= attention_errors(device)
+        notes.update(attention_errors(device))
+        errors(cohort, engine, notes)
     except Exception as error:
         traceback.print_exc()
-        attention, warm.notes["attention"] = "eager", f"failed: {type(error).__name__}: {str(error)[:300]}"
-    full, engine = name in ("resnet-18", "vit-base, all"), cohort.engine(private, attention)
-    warm.notes["d"], warm.notes["cohort"] = engine.job.model.num_parameters, f"{len(cohort.theta)}x{size}"
-    warm.notes["engine"] = engine.description
-    warm.add("dpfed, private", lambda: rounds_of(engine, False), NUM_STEPS)
-    warm.notes["start-up, s"], warm.notes["problems"] = round(engine.startup_seconds, 1), list(engine.notes)
-    if device == "cuda":
-        warm.notes["peak GiB, dpfed, private"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-    if name == "vit-base, all":  # with all that an algorithm keeps
-        heavy = cohort.engine(private, attention, FedAdamW())
-        warm.add("dpfed, private, FedAdamW", lambda: rounds_of(heavy, False), NUM_STEPS)
-        if device == "cuda":
-            warm.notes["peak GiB, dpfed, private, FedAdamW"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-    if time.time() < deadline + 20 and "dpfed, private" in warm.steps:
-        try:
-            errors(cohort, engine, warm.notes)
-        except Exception as error:
-            traceback.print_exc()
-            warm.notes["errors"] = f"failed: {type(error).__name__}: {str(error)[:300]}"
-    public = cohort.engine(Plain(batch_size=size), attention)
-    warm.add("dpfed, no privacy", lambda: rounds_of(public, False), NUM_STEPS)
+        notes["errors"] = f"failed: {type(error).__name__}: {str(error)[:300]}"
     if device == "cuda" and not full:
-        for title, mechanism in (("private", private), ("no privacy", Plain(batch_size=size))):
-            graphed = cohort.engine(mechanism, attention)
-            warm.add(f"dpfed, {title}, CUDA graph", lambda graphed=graphed: rounds_of(graphed, True), NUM_STEPS)
-            warm.notes["problems"] += graphed.notes
-    examples, single = cohort.examples(half), cohort.examples(torch.float32)
+        for title, mechanism in mechanisms.items():
+            graphed = cohort.engine(mechanism, "dpfed")
+            found.add(f"dpfed, {title}, CUDA graph", lambda graphed=graphed: rounds_of(graphed, True))
+            notes["problems"] = notes.get("problems", []) + graphed.notes
+    notes["problems"] = notes.get("problems", []) + engine.notes
+    lines = profile_lines(name, found.steps, device) if device == "cuda" else ""
+    found.time(seconds / 3, NUM_STEPS)
+    engines.clear()
 
     def opacus(dtype: torch.dtype, ghost: bool = False) -> Step:
         pairs, criteria = opacus_clients(cohort, dtype, ghost)
         return loop(pairs, examples if dtype == half else single, criteria)
 
-    warm.add("Opacus, bfloat16", lambda: opacus(half))
-    warm.add("Opacus, tf32", lambda: opacus(torch.float32))
-    if full:
-        warm.add("Opacus, ghost, tf32", lambda: opacus(torch.float32, ghost=True))
-
-    def bare() -> Step:
-        modules = copies(cohort, half)
-        pairs = [(m, torch.optim.SGD([p for p in m.parameters() if p.requires_grad], LR, fused=True)) for m in modules]
-        return loop(pairs, examples)
-
-    def bare_compiled() -> Step:
-        modules = copies(cohort, half)
-        own = [[p for p in module.parameters() if p.requires_grad] for module in modules]
-        values, forward = [[p.data for p in some] for some in own], torch.compile(modules[0], dynamic=False, backend=backend)
-        optimizer = torch.optim.SGD(own[0], LR, fused=True)
-        one = [loop([(forward, optimizer)], {n: c[i : i + 1] for n, c in examples.items()}) for i in range(len(modules))]
-
-        def step() -> None:  # one compiled module takes the parameters of client after client, without a copy
-            for mine, run in zip(values, one, strict=True):
-                for parameter, value in zip(own[0], mine, strict=True):
-                    parameter.data = value
-                run()
-
-        return step
-
-    eager = warm.add("no privacy, client after client", bare)
+    eager = peers.add("no privacy, client after client", lambda: eager_loop(cohort, examples))
     if eager is not None:
         with FlopCounterMode(display=False) as counter:
             eager()
-        warm.notes["flops"] = counter.get_total_flops()
-    warm.add("no privacy, client after client, compiled", bare_compiled)
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-    say(ready=name)
-    sys.stdin.readline()
-    slow = {n: s for n, s in warm.steps.items() if n.startswith(("Opacus", "no privacy"))}
-    quick = {n: s for n, s in warm.steps.items() if n not in slow}
-    taken = timed(quick, device, seconds / 2) | timed(slow, device, seconds / 2)
-    taken = {n: [value / warm.num_steps[n] for value in values] for n, values in taken.items()}
-    lines = profile_lines(name, warm.steps, device) if device == "cuda" else ""
-    say(result=name, taken=taken, notes=warm.notes, profile=lines)
+        notes["flops"] = counter.get_total_flops()
+    peers.add("Opacus, bfloat16", lambda: opacus(half))
+    peers.time(seconds / 3, least=3, warm=1)
+    peers.add("Opacus, tf32", lambda: opacus(torch.float32))
+    peers.time(seconds / 3, least=3, warm=1)
+    if full:
+        peers.add("Opacus, ghost, tf32", lambda: opacus(torch.float32, ghost=True))
+        peers.time(seconds / 3, least=3, warm=1)
+    say(result=name, taken=found.taken | peers.taken, notes=peers.notes | notes, profile=lines)
 
 
 def profile_lines(name: str, steps: dict[str, Step], device: str) -> str:
+    """Where the time of a step goes on the device."""
     from torch.profiler import ProfilerActivity, profile
 
-    found = []
+    lines = []
     for which in ("dpfed, private", "dpfed, no privacy"):
         if which in steps:
-            with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+            with profile(activities=[ProfilerActivity.CUDA]) as seen:
                 steps[which]()
                 wait(device)
             rows = [e for e in seen.key_averages() if e.self_device_time_total > 0]
             rows.sort(key=lambda e: -e.self_device_time_total)
             total = sum(e.self_device_time_total for e in rows) / (1000 * NUM_STEPS)
-            found.append(
-                f"\n== {name}: {which}: {total:.2f} ms on the device a step, {sum(e.count for e in rows) // NUM_STEPS} launches"
-            )
-            found += [
+            count = sum(e.count for e in rows) // NUM_STEPS
+            lines.append(f"\n== {name}: {which}: {total:.2f} ms on the device a step, {count} launches")
+            lines += [
                 f"{e.self_device_time_total / (1000 * NUM_STEPS):8.3f} ms {e.count // NUM_STEPS:5d} x  {e.key[:150]}"
                 for e in rows[:45]
             ]
-    return "\n".join(found)
+    return "\n".join(lines)
 
 
 def matmul_rate(device: str, size: int) -> float:
@@ -451,12 +458,12 @@ def main(
     only: str = "",
     deadline: float = 0.0,
 ) -> None:
-    """Time one step of every workload.
+    """Time one step of every workload, and whole runs.
 
     Args:
         workloads: which ones.
-        warm_seconds: no contestant begins to compile later than this.
-        seconds: for timing each workload.
+        warm_seconds: nothing begins to compile later than this.
+        seconds: for timing the contestants of each workload, a third of it for ours.
         out: the folder for results.json, table.md, profile.txt and log.txt.
         tiny: two layers of every model, two clients of three records: tries the benchmark itself.
         device: cuda or cpu.
@@ -467,56 +474,47 @@ def main(
     if only:
         return child(only, tiny, device, deadline, seconds, backend)
     began, deadline = time.time(), time.time() + warm_seconds
-    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2", "PYTHONUNBUFFERED": "1"}
-    settings = [
-        "--deadline",
-        str(deadline),
-        "--seconds",
-        str(seconds),
-        "--device",
-        device,
-        "--backend",
-        backend,
-        *(["--tiny"] if tiny else []),
-    ]
     out.mkdir(parents=True, exist_ok=True)
     log = (out / "log.txt").open("w")
-    processes = {
-        name: subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.gpu_step", "--only", name, *settings],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment,
-        )
-        for name in workloads
-    }  # fmt: skip
+    settings = ["--deadline", str(deadline), "--seconds", str(seconds), "--device", device, "--backend", backend]
+    settings += ["--tiny"] if tiny else []
+
+    def start(name: str, threads: int) -> subprocess.Popen[str]:
+        environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": str(threads), "BEGAN": str(time.time())}
+        command = [sys.executable, "-u", "-m", "benchmarks.gpu_step", "--only", name, *settings]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True, env=environment)
+
     results: dict[str, Any] = {}
-    heard = {name: hear(process) for name, process in processes.items()}
-    timers = [Timer(warm_seconds + 100 + (3 * seconds + 15) * place, p.kill) for place, p in enumerate(processes.values())]
-    for timer in timers:
-        timer.daemon = True
-        timer.start()
-    ready = {name: next(heard[name], None) for name in processes}
-    print(f"warm after {time.time() - began:.0f} s: {[n for n, r in ready.items() if r]}", flush=True)
-    rate = matmul_rate(device, 512 if device == "cpu" else 8192)
-    profiles = []
-    for name, process in processes.items():
-        if ready[name] is None:
-            print(f"{name}: died; see log.txt", flush=True)
-            continue
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        result = next(heard[name], None)
+    profiles: list[str] = []
+
+    def take(name: str, result: dict[str, Any] | None) -> None:
         if result is None:
-            print(f"{name}: died while it was timed; see log.txt", flush=True)
-            continue
+            print(f"{name}: died; see log.txt", flush=True)
+            return
         profiles.append(result.pop("profile"))
         results[name] = result
         (out / "results.json").write_text(json.dumps({"rate": rate, "results": results}, indent=1))
         (out / "profile.txt").write_text("\n".join(profiles))
         (out / "table.md").write_text(table(results, rate))
         print(f"{name} done at {time.time() - began:.0f} s", flush=True)
-    for process in processes.values():
+
+    side_by_side = {name: start(name, 2) for name in workloads if name in WORKLOADS}
+    heard = {name: hear(process) for name, process in side_by_side.items()}
+    ready = {name: next(heard[name], None) for name in side_by_side}
+    print(f"compiled after {time.time() - began:.0f} s: {[n for n, r in ready.items() if r]}", flush=True)
+    rate = matmul_rate(device, 512 if device == "cpu" else 8192)
+    for name, process in side_by_side.items():
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        take(name, next(heard[name], None))
         process.wait()
+    for name in workloads:
+        if name in RUNS:
+            process = start(name, os.cpu_count() or 1)
+            take(name, next(hear(process), None))
+            process.wait()
     machine = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     print(f"{machine}, torch {torch.__version__}; a bfloat16 product runs at {rate / 1e12:.0f} TFLOP/s; medians")
     print(table(results, rate))

@@ -205,15 +205,16 @@ WORKLOADS = {
 
 
 class WholeRun(NamedTuple):
-    """A run as in a paper: of a workload, with so many records a client; a few rounds of it stand for all."""
+    """A run as in a paper: of a workload, with so many records a client; the first ``timed_rounds`` are run."""
 
     workload: str
     rounds: int
+    timed_rounds: int
     local_steps: int
     num_records: int
 
 
 RUNS = {
-    "swin-base, run": WholeRun("swin-base", 100, 20, 100),
-    "resnet-18, run": WholeRun("resnet-18", 300, 50, 500),
+    "swin-base, run": WholeRun("swin-base", 100, 100, 20, 100),
+    "resnet-18, run": WholeRun("resnet-18", 300, 8, 50, 500),
 }

@@ -119,8 +119,14 @@ class Compiler:
         if self.backend == "eager":
             return trace
         from torch._dynamo.backends.registry import lookup_backend  # it takes a second, and not everybody compiles
+        from torch._guards import TracingContext, tracing
+        from torch._subclasses import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-        return cast(Any, lookup_backend(self.backend))(trace, tensors)
+        known = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)  # else inductor keeps nothing between runs
+        with tracing(TracingContext(known)):
+            fake = [known.from_tensor(tensor, static_shapes=True) for tensor in tensors]
+            return cast(Any, lookup_backend(self.backend))(trace, fake)
 
     def _graph(self, key: Hashable, program: Program, fixed: list[Tensor], tensors: list[Tensor]) -> Program:
         if key not in self._graphs:
@@ -158,14 +164,14 @@ def simplify(trace: torch.fx.GraphModule) -> None:
             order, source, before = [cast(Any, source.args[1])[axis] for axis in order], further, further.meta["val"].shape
         moved = [] if order is None else [axis for axis in order if before[axis] != 1]
         if moved != sorted(moved):
-            node.target, node.args = _ATEN.permute.default, (source, order)
+            _replace(node, _ATEN.permute.default, source, cast(list[int], order))
             continue
         if source.target == _ATEN.reshape.default and further is not None and source is node.args[0]:
             source, before = further, further.meta["val"].shape
         if tuple(before) == shape:
             node.replace_all_uses_with(source)
         else:
-            node.target, node.args, node.kwargs = _ATEN.reshape.default, (source, list(shape)), {}
+            _replace(node, _ATEN.reshape.default, source, list(shape))
     trace.graph.eliminate_dead_code()
     trace.recompile()
 
@@ -175,6 +181,13 @@ def _source(node: torch.fx.Node) -> torch.fx.Node | None:
     source = node.args[0] if node.op == "call_function" and node.args else None
     known = isinstance(source, torch.fx.Node) and all(isinstance(n.meta.get("val"), Tensor) for n in (node, source))
     return cast(torch.fx.Node, source) if known else None
+
+
+def _replace(node: torch.fx.Node, target: Any, source: torch.fx.Node, how: list[int]) -> None:
+    with node.graph.inserting_before(node):
+        other = node.graph.call_function(target, (source, how))
+    other.meta = node.meta
+    node.replace_all_uses_with(other)
 
 
 def _packet(node: torch.fx.Node) -> Any:

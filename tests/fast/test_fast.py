@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -185,3 +189,25 @@ def test_a_trace_without_what_only_moves_numbers_gives_the_same() -> None:
     for other in (given, (torch.randn(4, 3, 2).permute(2, 1, 0), torch.randn(2, 5).t())):
         for found, expected in zip(trace(*other), shapes_only(*other), strict=True):
             assert found.equal(expected)
+
+
+KEPT = """
+import torch
+from torch._dynamo.utils import counters
+from dpfed.compiled import Compiler
+from dpfed.fast_lora import lora
+x, weight, a, b = torch.randn(1, 3, 8), torch.randn(8, 8), torch.randn(2, 8), torch.randn(8, 2)
+compiler = Compiler()
+layer = lambda held: (lora(held["x"], held["w"], None, held["a"], held["b"], 2.0).cos(),)
+out, = compiler("layer", layer, {"w": weight}, {"x": x, "a": a, "b": b})
+torch.testing.assert_close(out, (x @ weight.T + 2 * x @ a.T @ b.T).cos())
+assert not compiler.notes
+print(counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+@pytest.mark.slow
+def test_a_program_is_compiled_once_for_all_runs(tmp_path: Path) -> None:
+    own = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    ran = [subprocess.run([sys.executable, "-c", KEPT], capture_output=True, text=True, check=True, env=own) for _ in range(2)]
+    assert [int(each.stdout) for each in ran] == [0, 1]
