@@ -19,12 +19,16 @@ from dpfed import FashionMini, Gaussian, Plain, Recipe, algorithms
 from dpfed.catalogue import CENTRALISED, FEDERATED
 
 # Where the search begins (private, plain): for the packaged task with the rates of the catalogue; for a transformer under LoRA
-# with about what a new head alone liked best, trained for as long on the features that the model has from the start.
+# with about what a new head alone liked best, trained for as long on the features that the model has from the start, and lower
+# where that was too much for the whole.
 TRANSFORMERS = {
-    **dict.fromkeys(("FedAvg", "FedProx", "FedSAM", "Scaffold", "FedOpt", "SGD"), (4.0, 1.6)),
-    **dict.fromkeys(("FedAvgLS", "FedCM"), (8.0, 3.2)),
+    **dict.fromkeys(("FedAvg", "FedProx", "Scaffold", "FedOpt", "SGD"), (4.0, 1.6)),
+    "FedSAM": (1.0, 1.6),
+    "FedAvgLS": (2.0, 0.8),
+    "FedCM": (8.0, 3.2),
     **dict.fromkeys(("Adam", "AdamW", "AdamBC", "AdamWBC"), (8e-3, 8e-3)),
-    **dict.fromkeys(("LocalAdam", "LocalAdamW", "FedLADA", "FAFED", "MicroAdam"), (0.032, 0.016)),
+    **dict.fromkeys(("LocalAdam", "LocalAdamW", "FedLADA", "FAFED"), (0.032, 4e-3)),
+    "MicroAdam": (0.032, 0.016),
     "FedAdamW": (8e-3, 8e-3),
 }
 HEADS = {"plain": "without privacy", "local": "private", "distributed": "private, distributed noise"}

@@ -56,7 +56,6 @@ def sst2() -> tuple[Records, Records]:
 
 def vit(seed: int = 0, **lora_setting: Any) -> nn.Module:
     model = image_classifier(folder("BENCH_VIT"), 100, dropout=0.0, seed=seed)
-    model.model._weight_conversions = None  # how they were stored: objects of its own, for which it would be compiled anew
     return nn.Sequential(Normalise(*MEAN_STD["imagenet"]), lora(model, seed=seed, **(ORDINARY | lora_setting)))
 
 

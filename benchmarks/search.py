@@ -7,6 +7,7 @@ everybody and then the next, and has to wait for the other seeds after three qua
 table with everybody in it.
 
 A line is written to ``--results`` after every run, and what is there is not run again: killed, or out of time, start it again.
+A run that ends by an error that nobody foresaw is a line with the error; the others go on, and another start tries it again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ import json
 import math
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatch
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,13 +45,19 @@ class Contestant(NamedTuple):
     like: str = ""
 
 
-def next_rate(found: dict[int, float], most: int) -> int | None:
-    """The next exponent of the factor: on from whichever end the best one lies at; None where it lies between others.
+def rounded(lr: float) -> float:
+    """The same number, however it was come by."""
+    return float(f"{lr:.4g}")
 
-    >>> [next_rate(found, 5) for found in ({}, {0: 0.3}, {0: 0.3, 1: 0.2}, {-1: 0.1, 0: 0.3, 1: 0.2}, {0: 0.3, 1: 0.4})]
-    [0, 1, -1, None, 2]
+
+def next_rate(found: dict[int, float], most: int) -> int | None:
+    """The next exponent of the factor: the centre, on from whichever end the best one lies at; None where it lies between.
+
+    >>> tried = {}, {1: 0.2}, {0: 0.3}, {0: 0.3, 1: 0.2}, {-1: 0.1, 0: 0.3, 1: 0.2}, {0: 0.3, 1: 0.4}
+    >>> [next_rate(found, 5) for found in tried]
+    [0, 0, 1, -1, None, 2]
     """
-    if not found:
+    if 0 not in found:
         return 0
     best, low, high = max(found, key=found.__getitem__), min(found), max(found)
     if len(found) >= most or low < best < high:
@@ -72,13 +82,19 @@ def missing(
 ) -> Iterator[tuple[Contestant, float, int]]:
     """What is to be run, as it follows from what is known: the caller adds to it before drawing the next.
 
-    First the search until then, and the other seeds; then what is left of both.
+    First the search until then, and the other seeds; then what is left of both. Where rates are given, those alone.
     """
+    if chosen.rates:
+        asked = product(map(rounded, chosen.rates), range(chosen.seeds), contestants)
+        yield from ((at, lr, seed) for lr, seed, at in asked if (at.name, lr, seed) not in known)
+        return
 
     def rates(at: Contestant) -> list[float]:
-        return [at.centre * chosen.factor**exponent for exponent in range(-chosen.most, chosen.most + 1)]
+        return [rounded(at.centre * chosen.factor**exponent) for exponent in range(-chosen.most, chosen.most + 1)]
 
     def following(at: Contestant) -> float | None:
+        if any("crash" in line for (name, _, _), line in known.items() if name == at.name):
+            return None
         found, tried = searched(known, at.name), rates(at)
         place = next_rate({n - chosen.most: found[lr] for n, lr in enumerate(tried) if lr in found}, chosen.most)
         return None if place is None else tried[place + chosen.most]
@@ -131,21 +147,29 @@ def engine(chosen: argparse.Namespace) -> Simulation:
     return Simulation(chosen.device, chosen.memory, precision=chosen.precision, compile=chosen.compile)
 
 
+def ended(at: Contestant, lr: float, seed: int) -> Line:
+    """What came of a run; an error that nobody foresaw is written down, so that the other runs still have their turn."""
+    try:
+        return at.run(lr, seed)
+    except Exception:
+        return {"accuracy": None, "crash": traceback.format_exc()[-800:]}
+
+
 def run_all(contestants: Sequence[Contestant], chosen: argparse.Namespace) -> Known:
     """Run what is missing, as far as the time goes, and say what is known then."""
     known: Known = {}
-    if chosen.results.exists():
-        for line in map(json.loads, chosen.results.read_text().splitlines()):
-            known[line["name"], line["lr"], line["seed"]] = line
+    for path in [*chosen.known, *([chosen.results] if chosen.results.exists() else [])]:
+        for line in map(json.loads, path.read_text().splitlines()):
+            if "crash" not in line:
+                known[line["name"], rounded(line["lr"]), line["seed"]] = line
     began, complete = time.monotonic(), True
-    names = tuple(chosen.only or [""])
-    mine = [at for at in contestants if at.name.startswith(names)]
+    mine = [at for at in contestants if any(fnmatch(at.name, pattern) for pattern in chosen.only)]
     with chosen.results.open("a") as file:
         for at, lr, seed in missing(mine, known, chosen, began + SHARE * chosen.budget):
             if time.monotonic() - began >= chosen.budget:
                 complete = False
                 break
-            line = {"name": at.name, "lr": lr, "seed": seed} | at.run(lr, seed)
+            line = {"name": at.name, "lr": lr, "seed": seed} | ended(at, lr, seed)
             known[at.name, lr, seed] = line
             file.write(json.dumps(line) + "\n")
             file.flush()
@@ -176,7 +200,9 @@ def words(description: str | None) -> argparse.ArgumentParser:
     made.add_argument(
         "--budget", type=float, default=math.inf, help="seconds for all; the last run may end later; 0: only print"
     )
-    made.add_argument("--only", nargs="*", help="contestants whose names begin so")
+    made.add_argument("--known", type=Path, nargs="*", default=[], help="files of results that are read, too")
+    made.add_argument("--only", nargs="*", default=["*"], help="contestants whose names match, such as 'Fed*'")
+    made.add_argument("--rates", type=float, nargs="*", help="these learning rates on every seed, instead of a search")
     made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     made.add_argument("--memory", type=float, help="GiB in flight")
     made.add_argument("--precision", default="float32", choices=("float32", "bfloat16"))

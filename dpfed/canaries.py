@@ -23,7 +23,7 @@ from dpfed.engines.simulation import Engine, Job, Simulation
 from dpfed.flat import FlatModel, Layout, Records
 from dpfed.forecast import DryGradient, forecast, planned
 from dpfed.ledger import Ledger
-from dpfed.mechanism import AsReleased, Gaussian, Plain, calibrated_sigma, count_weight, reach
+from dpfed.mechanism import AsReleased, Gaussian, Plain, calibrated_sigma, charged_sampling, count_weight, reach
 from dpfed.recipe import Recipe
 from dpfed.rounds import begin
 from dpfed.tasks.custom import Task
@@ -80,7 +80,7 @@ def worst_client(recipe: Recipe) -> Target:
             common = math.gcd(mechanism.batch_size, num_examples)
             mechanism, num_examples = replace(mechanism, batch_size=mechanism.batch_size // common), num_examples // common
     num_rounds = sum(worst in cohort for cohort in drawn)
-    return Target(mechanism, mechanism.sampling, num_examples, num_rounds, federation.footprint, recipe.cohort)
+    return Target(mechanism, charged_sampling(mechanism), num_examples, num_rounds, federation.footprint, recipe.cohort)
 
 
 def two_worlds(target: Target, loud: float) -> tuple[Tensor, Tensor]:

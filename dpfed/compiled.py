@@ -312,9 +312,20 @@ def _anatomy(value: Any, given: dict[int, Hashable], seen: dict[int, tuple[int, 
     if isinstance(value, partial):
         return inside(value.func, value.args, value.keywords)
     kind = type(value)
-    plain = hasattr(value, "__dict__") and kind.__new__ is object.__new__ and not isinstance(value, logging.Logger)
-    plain = plain and not any(vars(parent).get("__slots__") for parent in kind.__mro__)
-    return inside(kind, vars(value)) if plain else _Only(value)
+    slots = [
+        _slot(value, x) for parent in kind.__mro__ for x in vars(parent).values() if isinstance(x, types.MemberDescriptorType)
+    ]
+    known = hasattr(value, "__dict__") or (slots and all("__slots__" in vars(parent) for parent in kind.__mro__[:-1]))
+    plain = known and kind.__new__ is object.__new__ and not isinstance(value, logging.Logger)
+    return inside(kind, getattr(value, "__dict__", {}), slots) if plain else _Only(value)
+
+
+def _slot(value: Any, slot: types.MemberDescriptorType) -> tuple[Any, ...]:
+    """What a slot holds, if anything, and whose slot it is. Nothing is run for it."""
+    try:
+        return slot.__objclass__, slot.__name__, slot.__get__(value, type(value))
+    except AttributeError:
+        return slot.__objclass__, slot.__name__
 
 
 @cache

@@ -31,6 +31,7 @@ from dpfed.flat import Records, in_dtype
 from dpfed.secure import secure_uniform
 
 Sampling = Literal["poisson", "fixed"]
+Drawing = Literal["poisson", "fixed", "shuffled"]  # of batches; what has a price is drawn as one of the first two
 Sizes = Literal["equal", "natural"]
 
 
@@ -75,18 +76,26 @@ def batches(
     t: int,
     clients: Sequence[int],
     k: int,
+    num_steps: int,
     sizes: Sequence[int],
     batch_size: int,
-    sampling: Sampling,
+    sampling: Drawing,
     draw: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Which of its records each client uses in local step ``k`` of round ``t`` (``draw`` > 0: a further batch of that step):
-    those of the first client in rising order, then those of the second; and how many each uses.
+    """Which of its records each client uses in local step ``k`` of ``num_steps`` in round ``t`` (``draw`` > 0: a further batch
+    of that step): those of the first client in rising order, then those of the second; and how many each uses.
 
     ``poisson``: every record by its own coin of rate min(1, batch_size / size), so a batch may be empty.
     ``fixed``: exactly min(batch_size, size) records, without replacement.
+    ``shuffled``: as many, in passes: step t * num_steps + k takes the next of a random order, and when too few are left for a
+    batch, a new order begins. Which pass it is follows from the step alone: who misses a round misses its part of the pass.
     Without a seed, in a deployment, nobody else can know which: sampling amplifies only while it is secret.
     """
+    if sampling == "shuffled" and seed is None:
+        raise InputError(
+            "mechanism.sampling: 'shuffled' needs a seed, and a deployment has none: an order that is drawn anew in every step "
+            "is no pass over the records. Take 'fixed'."
+        )
     random, lengths = torch.Generator(), torch.tensor(sizes)
 
     def coins_of(client: int) -> torch.Generator:
@@ -95,6 +104,10 @@ def batches(
     def order(client: int, size: int) -> Tensor:
         if size <= batch_size:
             return torch.arange(size)
+        if sampling == "shuffled":
+            number, place = divmod(t * num_steps + k, size // batch_size)
+            order = torch.randperm(size, generator=keyed(random, key(seed, "pass", client, number, draw)))
+            return order[place * batch_size :][:batch_size].sort().values
         order = secure_uniform(size).argsort() if seed is None else torch.randperm(size, generator=coins_of(client))
         return order[:batch_size].sort().values
 
@@ -103,7 +116,7 @@ def batches(
             return torch.zeros(size, dtype=torch.float64)
         return secure_uniform(size) if seed is None else torch.rand(size, generator=coins_of(client), dtype=torch.float64)
 
-    if sampling == "fixed":
+    if sampling != "poisson":
         return torch.cat([*map(order, clients, sizes)]), lengths.clamp(max=batch_size)
     thrown = torch.cat([*map(coins, clients, sizes)])
     chosen = (thrown < (batch_size / lengths.double()).repeat_interleave(lengths)).nonzero().squeeze(1)
@@ -113,10 +126,19 @@ def batches(
 
 
 def batch(
-    seed: int | None, t: int, client: int, k: int, *, num_examples: int, batch_size: int, sampling: Sampling, draw: int = 0
+    seed: int | None,
+    t: int,
+    client: int,
+    k: int,
+    *,
+    num_examples: int,
+    batch_size: int,
+    sampling: Drawing,
+    num_steps: int = 1,
+    draw: int = 0,
 ) -> Tensor:
     """The batch of one client: see `batches`."""
-    return batches(seed, t, [client], k, [num_examples], batch_size, sampling, draw)[0]
+    return batches(seed, t, [client], k, num_steps, [num_examples], batch_size, sampling, draw)[0]
 
 
 class Shares(Sequence[Tensor]):

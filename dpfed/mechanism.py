@@ -9,9 +9,9 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
-from dpfed.data import RECORD, Footprint, Sampling
+from dpfed.data import RECORD, Drawing, Footprint, Sampling
 from dpfed.errors import InputError
 from dpfed.ledger import Event
 
@@ -26,7 +26,7 @@ class Mechanism(Protocol):
     @property
     def batch_size(self) -> int: ...
     @property
-    def sampling(self) -> Sampling: ...
+    def sampling(self) -> Drawing: ...
     @property
     def clip(self) -> float: ...
     @property
@@ -114,6 +114,11 @@ class Gaussian:
                 "neither noise='distributed' nor clipping='block'. Take noise='local' and another clipping."
             )
         _check_batch(self.batch_size, self.sampling, self.augmentations)
+        if self.sampling not in get_args(Sampling):
+            raise InputError(
+                f"mechanism.sampling: {self.sampling!r} goes through the records in passes. No coin says who is in a batch, so "
+                "nothing is amplified, and no accountant here covers it. Take 'poisson'; passes are for Plain."
+            )
 
 
 class Unprotected:
@@ -138,12 +143,13 @@ class Plain(Unprotected):
 
     Args:
         batch_size: records in a batch (B).
-        sampling: fixed: exactly B of them; poisson: B on average.
+        sampling: fixed: exactly B of them, drawn afresh in every step; shuffled: B of them, pass after pass over the client's
+            records, in a new order each (local epochs); poisson: B on average.
         augmentations: random variants of every record, whose gradients are averaged.
     """
 
     batch_size: int = 64
-    sampling: Sampling = "fixed"
+    sampling: Drawing = "fixed"
     augmentations: int = 1
 
     def __post_init__(self) -> None:
@@ -200,10 +206,15 @@ class AsReleased(Unprotected):
 def _check_batch(batch_size: int, sampling: str, augmentations: int) -> None:
     if batch_size < 1:
         raise InputError(f"mechanism.batch_size: must be at least 1, got {batch_size}.")
-    if sampling not in ("poisson", "fixed"):
-        raise InputError(f"mechanism.sampling: must be 'poisson' or 'fixed', got {sampling!r}.")
+    if sampling not in get_args(Drawing):
+        raise InputError(f"mechanism.sampling: must be one of {', '.join(map(repr, get_args(Drawing)))}; got {sampling!r}.")
     if augmentations < 1:
         raise InputError(f"mechanism.augmentations: must be at least 1, got {augmentations}. 1 is every record once.")
+
+
+def charged_sampling(mechanism: Mechanism) -> Sampling:
+    """As what its batches are charged; those that are shuffled as of fixed size, without noise."""
+    return "poisson" if mechanism.sampling == "poisson" else "fixed"
 
 
 def expected_size(mechanism: Mechanism, num_examples: int) -> int:
@@ -243,9 +254,9 @@ def events(
     """
     if mechanism.unit == "client":
         return Counter()
-    sigma, size, sampling = factor * calibrated_sigma(mechanism), mechanism.batch_size, mechanism.sampling
+    sigma, size, sampling = factor * calibrated_sigma(mechanism), mechanism.batch_size, charged_sampling(mechanism)
     seen = "open" if mechanism.noise == "local" else "secure"
-    if mechanism.unit == "batch":
+    if mechanism.unit == "batch" or mechanism.sampling == "shuffled":
         sigma = 0.0
     sigmas = (sigma / math.sqrt(count) for count in queries.values())
     return Counter(Event(sampling, size, num_examples, own, seen, mechanism.unit, *footprint) for own in sigmas)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dpfed import data
 from dpfed.algorithm import Round
-from dpfed.data import Sampling
+from dpfed.data import Drawing
 from dpfed.engines.job import Job
 from dpfed.flat import sent
 from dpfed.keyed import fold
@@ -33,13 +33,13 @@ class Shape(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def shape_of(batch_size: int, num_clients: int, sampling: Sampling, largest: int) -> Shape:
+def shape_of(batch_size: int, num_clients: int, sampling: Drawing, largest: int) -> Shape:
     """For clients of up to ``largest`` records. The size of a Poisson batch is taken to be a Poisson number.
 
     >>> shape_of(16, 5, "fixed", 1000), shape_of(16, 5, "poisson", 12)
     (Shape(first=16, further=0, rows=0), Shape(first=12, further=0, rows=0))
     """
-    if sampling == "fixed" or largest <= batch_size:
+    if sampling != "poisson" or largest <= batch_size:
         return Shape(min(batch_size, largest))
     spread = math.sqrt(batch_size)
     end = min(largest, math.ceil(batch_size + 8 * spread + 8))
@@ -121,10 +121,11 @@ class Batches:
         return Part(examples if chunk.keys is None else examples | {"key": chunk.keys}, mask, chunk.rows)
 
     def _draw(self, k: int, draw: int) -> list[_Chunk]:
-        job, t, num_clients = self._job, self._t.index, len(self._clients)
+        job, t, num_steps, num_clients = self._job, self._t.index, self._t.num_steps, len(self._clients)
         mechanism, shares = job.mechanism, job.federation.shares
         sizes, starts = [shares.sizes[i] for i in self._clients], torch.tensor([shares.starts[i] for i in self._clients])
-        chosen, counts = data.batches(job.seed, t, self._clients, k, sizes, mechanism.batch_size, mechanism.sampling, draw)
+        size, sampling = mechanism.batch_size, mechanism.sampling
+        chosen, counts = data.batches(job.seed, t, self._clients, k, num_steps, sizes, size, sampling, draw)
         (first, further, rows), most = self._shape, int(counts.max())
         num_columns = first + further * max(0, math.ceil((most - first) / max(1, further)))
         index, keys = torch.zeros(2, self._num_rows, num_columns, dtype=torch.long)

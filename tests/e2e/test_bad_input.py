@@ -103,6 +103,8 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "sigma": (lambda: Gaussian(sigma=math.nan), ["sigma", "nan"]),
     "no clipping under noise": (lambda: Gaussian(sigma=1.0, clip=math.inf), ["clip", "inf"]),
     "batch": (lambda: Plain(batch_size=0), ["batch_size", "0"]),
+    "a misspelt sampling": (lambda: Plain(sampling="poison"), ["mechanism.sampling", "'poison'", "'shuffled'"]),
+    "passes under noise": (lambda: private(sampling="shuffled"), ["mechanism.sampling", "amplified", "Take 'poisson'"]),
     "a misspelt clipping": (lambda: private(clipping="blok"), ["mechanism.clipping", "'adaptive'"]),
     "variants that are alike": (lambda: private(augmentations=2), ["mechanism.augmentations", "augment"]),
     "no variant": (lambda: private(augmentations=0), ["augmentations", "0"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -254,6 +255,26 @@ class Scaled(nn.Linear):
         return self.factor * super().forward(input)
 
 
+class Held:
+    """Of Python's own making without a dict: with a slot of one name, and one that only the class itself can name."""
+
+    __slots__ = "__hidden"
+
+    def __init__(self, number: float) -> None:
+        self.__hidden = number
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.__hidden * nn.functional.cross_entropy(output, target)
+
+
+class Kept(Held):
+    __slots__ = ("seen", "unset")
+
+    def __init__(self, number: float) -> None:
+        super().__init__(number)
+        self.seen = [0]
+
+
 def by_global(output: Tensor, target: Tensor) -> Tensor:
     return FACTOR * nn.functional.cross_entropy(output, target)
 
@@ -267,6 +288,7 @@ def _kinds(number: float) -> dict[str, tuple[nn.Module, Any]]:
         "a buffer of the criterion": (nn.Linear(6, CLASSES), own),
         "a module in a closure": (nn.Linear(6, CLASSES), lambda output, target: (output - teacher(output.new_ones(6))).norm()),
         "a global": (nn.Linear(6, CLASSES), by_global),
+        "a slot": (nn.Linear(6, CLASSES), Kept(number)),
         "an attribute of the class": (Scaled(6, CLASSES), nn.functional.cross_entropy),
     }
 
@@ -292,6 +314,21 @@ def test_code_of_ones_own_and_installed_code_are_told_apart() -> None:
     assert anatomy(nn.functional.cross_entropy) == anatomy(nn.functional.cross_entropy)
     nothing = object()
     assert anatomy(partial(len, nothing)) == anatomy(partial(len, nothing)) != anatomy(partial(len, object()))
+
+
+def test_objects_with_slots_are_alike_if_all_they_hold_is() -> None:
+    """Those that hold something else, or hold it elsewhere, are not; what shows nothing is itself."""
+    one, other = Kept(1.0), Kept(1.0)
+    assert anatomy(one) == anatomy(other) != anatomy(Kept(2.0))
+    assert anatomy(Held(1.0)) != anatomy(one)
+    other.unset = 3.0
+    assert anatomy(one) != anatomy(other)
+    one.unset = 3.0
+    assert anatomy(one) == anatomy(other)
+    one.seen[0] = 4
+    assert anatomy(one) != anatomy(other)
+    pattern, again = re.compile("a"), iter([1])
+    assert anatomy((pattern, again)) == anatomy((pattern, again)) != anatomy((pattern, iter([1])))
 
 
 def test_without_a_compiler_it_runs_all_the_same() -> None:
@@ -485,8 +522,13 @@ def test_all_of_a_vit_base_fits_in_40_gib() -> None:
     assert plan(need, 5, width, 12 * 2**30).clients == 1
 
 
-def test_every_plan_gives_the_same() -> None:
-    work = job(FedAvg(lr=0.5), replace(MECHANISMS["private"], sampling="fixed"))
+@pytest.mark.parametrize(
+    "mechanism",
+    [replace(MECHANISMS["private"], sampling="fixed"), Plain(batch_size=6, sampling="shuffled")],
+    ids=["private", "shuffled"],
+)
+def test_every_plan_gives_the_same(mechanism: Any) -> None:
+    work = job(FedAvg(lr=0.5), mechanism)
     s = work.algorithm.server_init(work.model.theta0(), work.model.layout)
     need = demand(
         work.model.layout, SimulationEngine(work, Simulation(device="cpu"), torch.device("cpu"))._sums.survey, torch.float64

@@ -23,7 +23,7 @@ from dpfed.engines.simulation import Job, train_clients
 from dpfed.flat import FlatModel, Records
 from dpfed.forecast import forecast, planned, planned_receipts, public_fields
 from dpfed.ledger import EVERYBODY
-from dpfed.mechanism import AsReleased
+from dpfed.mechanism import AsReleased, Plain
 from dpfed.recipe import from_json, to_json
 from dpfed.record import RunRecord
 from dpfed.rounds import begin, run
@@ -49,6 +49,7 @@ MECHANISMS: list[Any] = [
     replace(PRIVATE, sigma=None, epsilon=3.0, calibration="each"),
     replace(PRIVATE, augmentations=3),
     AsReleased(batch_size=5),
+    Plain(batch_size=5, sampling="shuffled"),
 ]
 
 

@@ -22,6 +22,7 @@ from dpfed import (
     FedSAM,
     Gaussian,
     LocalAdam,
+    Plain,
     Scaffold,
     Simulation,
     epsilon,
@@ -77,6 +78,19 @@ def test_equals_its_twin(algorithm: Any, twin: Callable[..., list[np.ndarray]], 
         settings["tensor_sizes"] = [48, 12, 12, 3]
     small = world(work, new_batch_for_second=not settings.get("same_batch", True))
     assert_equal(trained(work), twin(small, **settings))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "twin"),
+    [
+        (FedAvg(**SGD), twins.fed_avg),
+        (FAFED(**ADAM, variant="storm"), twins.fafed),
+        (FedSAM(**SGD, same_batch=False), twins.fed_sam),
+    ],
+    ids=repr,
+)
+def test_equals_its_twin_in_passes_over_the_records(algorithm: Any, twin: Callable[..., list[np.ndarray]]) -> None:
+    test_equals_its_twin(algorithm, twin, Plain(batch_size=6, sampling="shuffled"))
 
 
 # Neutral knobs.

@@ -91,6 +91,7 @@ def world(work: Job, num_steps: int = NUM_STEPS, new_batch_for_second: bool = Fa
     def release(t: int, i: int, k: int, query: int, of_record: Callable[[int], np.ndarray]) -> np.ndarray:
         draw, query = (query, 0) if new_batch_for_second else (0, query)
         facts = {"num_examples": len(federation.clients[i]), "batch_size": mechanism.batch_size, "draw": draw}
+        facts |= {"num_steps": num_steps}
         chosen = data.batch(work.seed, t, i, k, sampling=mechanism.sampling, **facts)
         total = np.zeros_like(theta0)
         for row in federation.clients[i][chosen].tolist():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from dpfed.algorithm import Round, leaves
 from dpfed.engines.simulation import Job, train_clients
 from dpfed.flat import FlatModel
 from dpfed.forecast import blank_upload, public_fields
+from dpfed.ledger import Event
 from dpfed.mechanism import AsReleased, Mechanism, events
 from dpfed.privacy import Clipping, Part, PrivateGradient, Sums, clipped_upload, noised_upload
 from tests.stats.test_noise import D, Linear, federation, has_scale, numbers, of_output
@@ -292,6 +294,14 @@ def test_as_released_by_hand() -> None:
     assert not has_scale(noise_of(AsReleased(sigma=0.7, clip=0.3)), 0.7 * 0.3 * 1.1)
     [event] = events(AsReleased(sigma=100.0), 1000, {0: 1})
     assert event.sigma == 0.0
+
+
+def test_passes_over_the_records_are_charged_as_without_noise() -> None:
+    """Also for a mechanism of one's own that adds some: no accountant here covers them."""
+    noisy = Gaussian(sigma=100.0)
+    object.__setattr__(noisy, "sampling", "shuffled")
+    for mechanism in (Plain(sampling="shuffled"), noisy):
+        assert events(mechanism, 1000, {0: 1}) == Counter([Event("fixed", 64, 1000, 0.0)])
 
 
 def test_plain_gradients_and_those_of_protected_clients_are_not_clipped() -> None:

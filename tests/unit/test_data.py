@@ -93,6 +93,48 @@ def test_fixed_batches_have_their_size_and_no_record_twice() -> None:
     assert len(batch(0, 0, 0, 0, num_examples=5, batch_size=12, sampling="poisson")) == 5
 
 
+def test_shuffled_batches_use_every_record_once_in_a_pass() -> None:
+    """Whatever steps a round has; in another order in every pass, for every client and for a further batch of a step."""
+    size, steps, passes = 30, 7, 5
+
+    def drawn(batch_size: int, num_steps: int, client: int = 0, draw: int = 0) -> list[torch.Tensor]:
+        facts: Any = {"num_examples": size, "batch_size": batch_size, "sampling": "shuffled", "num_steps": num_steps}
+        places = (divmod(step, num_steps) for step in range(passes * (size // batch_size)))
+        return [batch(3, t, client, k, draw=draw, **facts) for t, k in places]
+
+    def by_pass(batches: list[torch.Tensor]) -> list[torch.Tensor]:
+        return list(torch.stack(batches).view(passes, -1))
+
+    assert all(seen.sort().values.equal(torch.arange(size)) for seen in by_pass(drawn(5, steps)))
+    left = [set(range(size)) - set(seen.tolist()) for seen in by_pass(drawn(4, steps))]
+    assert {len(rest) for rest in left} == {2}
+    assert len(set(map(frozenset, left))) > 1
+    assert all(torch.stack(drawn(4, steps)).diff().gt(0).flatten().tolist()), "in rising order"
+    assert all(torch.stack(drawn(5, steps)).equal(torch.stack(drawn(5, other))) for other in (1, 2, 35))
+    kinds = [*by_pass(drawn(5, 7)), *by_pass(drawn(5, 7, client=1)), *by_pass(drawn(5, 7, draw=1))]
+    assert len({tuple(seen.tolist()) for seen in kinds}) == 3 * passes
+    assert [rows.tolist() for rows in drawn(size, 2)] == [list(range(size))] * passes
+
+
+def test_shuffled_batches_are_even_over_places() -> None:
+    """Which records come together, and which are left over, is random: each pair as often as any other."""
+    facts: Any = {"num_examples": 7, "batch_size": 3, "sampling": "shuffled", "num_steps": 2}
+    seen = torch.zeros(2, 7, 7, dtype=torch.long)
+    for t in range(3000):
+        for k in range(2):
+            rows = batch(0, t, 0, k, **facts)
+            seen[k, rows.unsqueeze(1), rows] += 1
+    alone, pairs = seen.diagonal(dim1=1, dim2=2), seen[:, *torch.triu_indices(7, 7, 1)]
+    for counts, chance in ((alone, 3 / 7), (pairs, 1 / 7)):
+        assert (counts - 3000 * chance).abs().max() < 4.5 * (3000 * chance * (1 - chance)) ** 0.5
+
+
+def test_without_a_seed_nothing_is_shuffled() -> None:
+    facts: Any = {"num_examples": 30, "batch_size": 5, "sampling": "shuffled"}
+    with pytest.raises(InputError, match=r"mechanism.sampling: 'shuffled' needs a seed.*Take 'fixed'"):
+        batch(None, 0, 0, 0, **facts)
+
+
 def test_cohorts_are_sorted_drawn_without_replacement_and_fair() -> None:
     federation = iid((X, Y), 12)
     cohorts = [federation.cohort(0, t, 4) for t in range(600)]
