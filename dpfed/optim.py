@@ -34,7 +34,7 @@ from dpfed import algorithms
 from dpfed.algorithm import Release, Round, leaves, like
 from dpfed.errors import InputError
 from dpfed.flat import Layout, Part
-from dpfed.pieces import constant, ema, num_kept
+from dpfed.pieces import constant, ema, has_kernels, num_kept
 
 
 class _Centralised(Optimizer):
@@ -62,9 +62,10 @@ class _Centralised(Optimizer):
         super().add_param_group(param_group)
 
     def _algorithm(self, group: dict[str, Any]) -> Any:
-        names = {field.name for field in dataclasses.fields(self.algorithm)} & group.keys()
         beta1, beta2 = group["betas"]
-        return self.algorithm(beta1=beta1, beta2=beta2, **{name: group[name] for name in names})
+        return self.algorithm(
+            beta1=beta1, beta2=beta2, **{name: group[name] for name in _settings(self.algorithm) & group.keys()}
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -88,6 +89,11 @@ class _Centralised(Optimizer):
 
 
 _ONE = Layout((Part("", (1,), "weights"),))
+
+
+@cache
+def _settings(algorithm: type[Any]) -> frozenset[str]:
+    return frozenset(field.name for field in dataclasses.fields(algorithm))
 
 
 def _refuse_unusual(gradient: Tensor) -> None:
@@ -171,37 +177,54 @@ class MicroAdam(_Centralised):
         alike: dict[Any, list[tuple[Tensor, Tensor]]] = {}
         ends = accumulate(p.numel() for p in params)
         for p, gradient, end in zip(params, gradients, ends, strict=True):
-            chunk = end // 2**20 if p.device.type == "cpu" else 0
-            alike.setdefault((self.state[p].get("step", 0), p.dtype, p.device, chunk), []).append((p, gradient))
+            chunk, in_order = end // 2**20 if p.is_cpu else 0, p.is_contiguous()
+            key = (self.state[p].get("step", 0), p.dtype, p.device, in_order, chunk)
+            alike.setdefault(key, []).append((p, gradient.contiguous() if in_order else gradient))
         for (step, *_), pairs in alike.items():
             own, given = [list(side) for side in zip(*pairs, strict=True)]
-            self._update_alike(self._algorithm(group), step, own, given)
+            algorithm = self._algorithm(group)
+            in_place = has_kernels(algorithm.ef_bits, algorithm.quant_block, own + given)
+            (self._update_in_place if in_place else self._update_alike)(algorithm, step, own, given)
 
     def _update_alike(self, algorithm: Any, step: int, params: list[Tensor], gradients: list[Tensor]) -> None:
         sizes, states = [p.numel() for p in params], [self.state[p] for p in params]
-        layout = Layout(tuple(Part("", (size,), "weights") for size in sizes))
+        layout = _layout(sizes)
         theta, gradient = (torch.cat([tensor.reshape(-1) for tensor in tensors]) for tensors in (params, gradients))
-        num_blocks = [math.ceil(size / algorithm.quant_block) for size in sizes]
         kept = [num_kept(size, algorithm.density) for size in sizes]
-        widths = {"error": sizes, "error.low": num_blocks, "error.high": num_blocks, "ring.places": kept, "ring.values": kept}
-        widths["error.codes"] = [algorithm.quant_block // 2 * number for number in num_blocks]
         starts = constant(tuple(accumulate([0, *sizes[:-1]])), theta.device)  # of each tensor, which counts its places from 0
-        shift = starts.repeat_interleave(constant(tuple(kept), theta.device), output_size=sum(kept)).int()
-        if step == 0:
-            s = algorithm.server_init(theta, layout)
-        else:
-            own = {name: torch.cat([state[name] for state in states], dim=1) for name in states[0] if name != "step"}
-            own["ring.places"] += shift
-            s = like(_structure(algorithm.ef_bits), {"theta": theta} | {name: matrix.flatten() for name, matrix in own.items()})
+        shift = (
+            starts.repeat_interleave(constant(tuple(kept), theta.device), output_size=sum(kept)).int().repeat(algorithm.window)
+        )
+        s = _together(algorithm, states, theta, layout)
+        s = s._replace(ring=s.ring._replace(places=s.ring.places + shift)) if step else s
         s = algorithm.server_step(s, Release(gradient, theta.new_zeros(1)), Round(step, 1.0, 1, layout))
         pairs = zip(s.theta.split(sizes), params, strict=True)
         torch._foreach_copy_(params, [piece.view_as(p) for piece, p in pairs])
-        for name, vector in leaves(s._replace(theta=None)):
-            matrix = vector.view(algorithm.window if name.startswith("ring.") else 1, -1)
-            matrix = matrix - shift if name == "ring.places" else matrix
-            for state, piece in zip(states, matrix.split(widths[name], dim=1), strict=True):
-                state[name] = piece
+        _hand_out(algorithm, states, s._replace(ring=s.ring._replace(places=s.ring.places - shift)), sizes)
         for state in states:
+            state["step"] = step + 1
+
+    def _update_in_place(self, algorithm: Any, step: int, params: list[Tensor], gradients: list[Tensor]) -> None:
+        """On a GPU. What the tensors remember stays together from step to step, and their states are views of it."""
+        from dpfed.kernels import Spread, micro_adam_  # here, as it needs triton
+
+        sizes, states = [p.numel() for p in params], [self.state[p] for p in params]
+        remembered, own = cast(dict[Any, Any], self.__dict__.setdefault("_remembered", {})), tuple(map(id, params))
+        s, views = remembered.get(own, (None, []))
+        if s is None or any(state.get("ring.places") is not view for state, view in zip(states, views, strict=True)):
+            s = _together(algorithm, states, torch.empty(sum(sizes), device=params[0].device), _layout(sizes))._replace(
+                theta=None
+            )
+            _hand_out(algorithm, states, s, sizes)
+            for other in [other for other in remembered if not set(own).isdisjoint(other)]:
+                del remembered[other]
+            remembered[own] = s, [state["ring.places"] for state in states]
+        if algorithm.weight_decay:
+            torch._foreach_mul_(params, 1 - algorithm.lr * algorithm.weight_decay)
+        x, g = Spread.of(params), Spread.of(gradients)
+        micro_adam_(algorithm, step, float(algorithm.lr), x, g, s.error, s.error, s.ring, sizes, whole=False)
+        for p, state in zip(params, states, strict=True):
+            torch.autograd.graph.increment_version(p)  # so that a backward pass through what is no more is refused
             state["step"] = step + 1
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -212,6 +235,30 @@ class MicroAdam(_Centralised):
         for key, p in zip(saved, own, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
                 self.state[p][name] = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
+
+
+def _layout(sizes: list[int]) -> Layout:
+    return Layout(tuple(Part("", (size,), "weights") for size in sizes))
+
+
+def _together(algorithm: Any, states: list[dict[str, Any]], theta: Tensor, layout: Layout) -> Any:
+    """What the tensors remember as the state of the algorithm, but for their places, each of which counts from its tensor."""
+    if not states[0]:
+        return algorithm.server_init(theta, layout)
+    own = {name: torch.cat([state[name] for state in states], dim=1).flatten() for name in states[0] if name != "step"}
+    return like(_structure(algorithm.ef_bits), own | {"theta": theta})
+
+
+def _hand_out(algorithm: Any, states: list[dict[str, Any]], s: Any, sizes: list[int]) -> None:
+    """The inverse: every tensor gets its own, as views."""
+    num_blocks = [math.ceil(size / algorithm.quant_block) for size in sizes]
+    kept = [num_kept(size, algorithm.density) for size in sizes]
+    widths = {"error": sizes, "error.low": num_blocks, "error.high": num_blocks, "ring.places": kept, "ring.values": kept}
+    widths["error.codes"] = [algorithm.quant_block // 2 * number for number in num_blocks]
+    for name, vector in leaves(s._replace(theta=None)):
+        matrix = vector.view(algorithm.window if name.startswith("ring.") else 1, -1)
+        for state, piece in zip(states, matrix.split(widths[name], dim=1), strict=True):
+            state[name] = piece
 
 
 @cache

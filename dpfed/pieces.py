@@ -151,6 +151,13 @@ def quantise(x: Tensor, sizes: Sequence[int], block: int) -> Quantised:
     return Quantised(*_encoded(torch.cat(pieces).view(-1, block)))
 
 
+def no_error(like: Tensor, sizes: Sequence[int], block: int) -> Quantised:
+    """Zeros, quantised."""
+    num_blocks = sum(math.ceil(size / block) for size in sizes)
+    ends = like.new_zeros(num_blocks, dtype=small_dtype(like.dtype))
+    return Quantised(like.new_zeros(num_blocks * block // 2, dtype=torch.uint8), ends, ends.clone())
+
+
 def dequantise(packed: Quantised | Tensor, sizes: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
     """The vector that the codes stand for; one that was never quantised stands for itself."""
     if isinstance(packed, Tensor):
@@ -171,6 +178,12 @@ def _stretches(sizes: tuple[int, ...], block: int) -> list[tuple[int, int]]:
         else:
             found[-1] = (length + size, -size % block)
     return found
+
+
+def has_kernels(ef_bits: int | None, block: int, tensors: Sequence[Tensor]) -> bool:
+    """Whether `dpfed.kernels` takes a step of MicroAdam for these tensors."""
+    fits = ef_bits is not None and 16 <= block <= 4096 and block & (block - 1) == 0 and torch.version.cuda is not None
+    return fits and all(x.is_cuda and x.dtype == torch.float32 and x.is_contiguous() for x in tensors) and has_triton()
 
 
 def fused(function: Callable[Given, Made]) -> Callable[Given, Made]:
@@ -230,7 +243,10 @@ def empty_ring(like: Tensor, sizes: Sequence[int], density: float, window: int) 
 
 
 def move_top(x: Tensor, ring: Ring, slot: int, window: int, sizes: Sequence[int], density: float) -> tuple[Tensor, Ring]:
-    """Moves the largest magnitudes of every tensor in ``x`` into a slot of the ring; zeros stay where they stood."""
+    """Moves the largest magnitudes of every tensor in ``x`` into a slot of the ring; zeros stay where they stood.
+
+    In a slot the places of a tensor ascend.
+    """
     where = _top(x, sizes, density)
     places = ring.places.view(window, -1).select_scatter(where.int(), 0, slot)
     values = ring.values.view(window, -1).select_scatter(x[where].to(ring.values.dtype), 0, slot)
@@ -244,16 +260,17 @@ def _top(x: Tensor, sizes: Sequence[int], density: float) -> Tensor:
     for size in dict.fromkeys(sizes):
         alike = [number for number, other in enumerate(sizes) if other == size]
         found = torch.stack([tensors[number] for number in alike]).abs().topk(num_kept(size, density), sorted=False).indices
-        found = found + constant(tuple(starts[number] for number in alike), x.device).unsqueeze(1)
+        found = found.sort().values + constant(tuple(starts[number] for number in alike), x.device).unsqueeze(1)
         for number, places in zip(alike, found.unbind(), strict=True):
             top[number] = places
     return torch.cat(top)
 
 
 @lru_cache(maxsize=1024)
-def constant(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Numbers that stay, brought to a device once: it would have to wait for them each time."""
-    return torch.tensor(numbers, device=device)
+def constant(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Numbers that stay, brought to a device once, and nobody waits until they are there."""
+    here = torch.tensor(numbers, dtype=dtype)
+    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
 
 
 def ring_moments(ring: Ring, first: Sequence[float], second: Sequence[float], like: Tensor) -> tuple[Tensor, Tensor]:

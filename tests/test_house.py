@@ -38,6 +38,7 @@ ORDER = (
     "mechanism",
     "privacy",
     "pieces",
+    "kernels",
     "algorithm",
     "algorithms/",
     "alternating",

@@ -15,13 +15,13 @@ already. In the long run steps are about 5 times Adam's, as a window of fewer th
 
 Departs from the paper: a constant block has codes 0 (its Q divides by 0); weight decay is new, and off by default.
 Departs from the released code: that of DP-MicroAdam does not quantise e (``ef_bits=None``), and divides by the realised batch
-size; MicroAdam's kernels take the top of every piece of a tensor.
+size; MicroAdam's takes the top of every piece of a tensor.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -29,7 +29,18 @@ from torch import Tensor
 from dpfed.algorithm import Gradient, Release, Round, require_one_step
 from dpfed.errors import InputError
 from dpfed.flat import Layout
-from dpfed.pieces import Quantised, Ring, decayed, dequantise, empty_ring, move_top, quantise, ring_moments
+from dpfed.pieces import (
+    Quantised,
+    Ring,
+    decayed,
+    dequantise,
+    empty_ring,
+    has_kernels,
+    move_top,
+    no_error,
+    quantise,
+    ring_moments,
+)
 
 
 class Server(NamedTuple):
@@ -58,9 +69,8 @@ class MicroAdam:
             raise InputError(f"algorithm.window: must be at least 1, got {self.window}. The paper has 10.")
         if self.quant_block < 2 or self.quant_block % 2:
             raise InputError(f"algorithm.quant_block: must be even, as two codes share a byte, got {self.quant_block}. Use 64.")
-        error = torch.zeros_like(theta)
-        packed = quantise(error, layout.sizes, self.quant_block) if self.ef_bits else error
-        return Server(theta, packed, empty_ring(theta, layout.sizes, self.density, self.window))
+        error = no_error(theta, layout.sizes, self.quant_block) if self.ef_bits else torch.zeros_like(theta)
+        return Server(theta, error, empty_ring(theta, layout.sizes, self.density, self.window))
 
     def client_init(self, s: Server, memory: None, t: Round) -> None:
         require_one_step(t)
@@ -73,6 +83,10 @@ class MicroAdam:
 
     def server_step(self, s: Server, u: Release, t: Round) -> Server:
         lr, sizes, num_steps = self.lr * t.scale, t.layout.sizes, t.index + 1
+        if has_kernels(self.ef_bits, self.quant_block, (s.theta, u.gradient)):
+            from dpfed.kernels import micro_adam  # here, as it needs triton: on a GPU, what follows in ten launches
+
+            return Server(*micro_adam(self, t.index, lr, s.theta, u.gradient, cast(Quantised, s.error), s.ring, sizes))
         a = u.gradient + dequantise(s.error, sizes, self.quant_block, s.theta.dtype)
         a, ring = move_top(a, s.ring, t.index % self.window, self.window, sizes, self.density)
         error = quantise(a, sizes, self.quant_block) if self.ef_bits else a
