@@ -87,7 +87,7 @@ def test_equals_its_twin(algorithm: Any, twin: Callable[..., list[np.ndarray]], 
         (FAFED(**ADAM, variant="storm"), twins.fafed),
         (FedSAM(**SGD, same_batch=False), twins.fed_sam),
     ],
-    ids=repr,
+    ids=["FedAvg", "FAFED", "FedSAM"],
 )
 def test_equals_its_twin_in_passes_over_the_records(algorithm: Any, twin: Callable[..., list[np.ndarray]]) -> None:
     test_equals_its_twin(algorithm, twin, Plain(batch_size=6, sampling="shuffled"))
