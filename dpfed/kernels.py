@@ -37,7 +37,7 @@ from dpfed.pieces import Quantised, Ring, constant, decayed, num_kept
 
 CHUNK = 4096
 """Coordinates that one program looks at; blocks of the quantiser must fit into it."""
-STRETCH = 16384
+STRETCH = 4096
 """Coordinates whose places in the ring one program of ``update`` adds up: it looks at few of them, and waits for each."""
 
 DIRECT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3)
