@@ -9,6 +9,7 @@ says so.
 from __future__ import annotations
 
 import logging
+import operator
 import sys
 import sysconfig
 import time
@@ -147,7 +148,14 @@ class Compiler:
 
 
 _ATEN = torch.ops.aten
-_RESHAPES = {_ATEN.view, _ATEN._unsafe_view, _ATEN.reshape, _ATEN.squeeze, _ATEN.unsqueeze, _ATEN.alias}
+_RESHAPES = {
+    _ATEN.view.default,
+    _ATEN._unsafe_view.default,
+    _ATEN.reshape.default,
+    _ATEN.unsqueeze.default,
+    _ATEN.alias.default,
+}
+_RESHAPES |= {_ATEN.squeeze.default, _ATEN.squeeze.dim, _ATEN.squeeze.dims}  # not aten.view.dtype, which takes bits for others
 
 
 def simplify(trace: torch.fx.GraphModule) -> None:
@@ -155,10 +163,10 @@ def simplify(trace: torch.fx.GraphModule) -> None:
     goes by the number of operations. And no view stays: a compiler may give what is computed other strides than the trace
     saw, and what was a view then has to be copied."""
     calls = [node for node in trace.graph.nodes if node.op == "call_function"]
-    changed = {node.args[0] for node in calls if getattr(getattr(node.target, "_schema", None), "is_mutable", False)}
+    changed = {_root(written) for node in calls for written in _written(node)}
     for node in calls:
         source, order = _source(node), _permutation(node)
-        if source is None or {node, source} & changed or (order is None and _packet(node) not in _RESHAPES):
+        if source is None or _root(node) in changed or (order is None and node.target not in _RESHAPES):
             continue
         shape, before = tuple(node.meta["val"].shape), source.meta["val"].shape
         further = _source(source)
@@ -192,18 +200,34 @@ def _replace(node: torch.fx.Node, target: Any, source: torch.fx.Node, how: list[
     node.replace_all_uses_with(other)
 
 
-def _packet(node: torch.fx.Node) -> Any:
-    return getattr(node.target, "overloadpacket", node.target)
+def _written(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """What it changes in place."""
+    slots: Any = getattr(getattr(node.target, "_schema", None), "arguments", ())
+    given = dict(zip((slot.name for slot in slots), node.args, strict=False)) | node.kwargs
+    values = [given.get(slot.name) for slot in slots if slot.alias_info is not None and slot.alias_info.is_write]
+    each = [x for value in values for x in (cast(list[Any], value) if isinstance(value, list | tuple) else [value])]
+    return [x for x in each if isinstance(x, torch.fx.Node)]
+
+
+def _root(node: torch.fx.Node) -> torch.fx.Node:
+    """Whose memory it may be a view of: followed through operators that say so, and out of lists."""
+    while node.op == "call_function" and node.all_input_nodes:
+        returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+        if node.target is not operator.getitem and all(out.alias_info is None for out in returns):
+            break
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _permutation(node: torch.fx.Node) -> list[int] | None:
     """Of the axes of what goes in; None for whatever is not one."""
-    if _packet(node) not in (_ATEN.permute, _ATEN.transpose):
+    if node.target not in (_ATEN.permute.default, _ATEN.transpose.int):
         return None
     axes, asked = list(range(node.meta["val"].dim())), cast(Any, node.args[1:])
-    if _packet(node) is _ATEN.permute:
+    if node.target == _ATEN.permute.default:
         return [axes[place] for place in asked[0]]
-    axes[asked[0]], axes[asked[1]] = axes[asked[1]], axes[asked[0]]
+    if axes:  # a number has none, and still may be transposed
+        axes[asked[0]], axes[asked[1]] = axes[asked[1]], axes[asked[0]]
     return axes
 
 

@@ -191,6 +191,32 @@ def test_a_trace_without_what_only_moves_numbers_gives_the_same() -> None:
             assert found.equal(expected)
 
 
+def bits_and_views(x: Tensor) -> tuple[Tensor, ...]:
+    """What looks like another shape and is none, and what is changed behind a view of a view."""
+    other = (
+        x.view(torch.int32),
+        x.to(torch.bfloat16).transpose(0, 1).view(torch.int16).transpose(0, 1),
+        x.sum().transpose(0, -1),
+    )
+    held = x.clone()
+    whole = held.permute(2, 0, 1).permute(1, 2, 0).view(-1)
+    held.split(1, -1)[1].mul_(2)
+    torch.ops.aten._foreach_add_.Scalar([held[0].transpose(0, 1)], 1.0)
+    before = whole.view(4, 6).exp()
+    whole.zero_()
+    return *other, before, held + 1
+
+
+def test_bits_that_are_taken_for_others_and_views_that_change_stay_what_they_are() -> None:
+    """A bit cast goes by the name of a view, and one of equal width changes no shape."""
+    x = torch.randn(2, 3, 4)
+    trace = make_fx(bits_and_views, tracing_mode="fake")(x)
+    simplify(trace)
+    for found, expected in zip(trace(x), bits_and_views(x), strict=True):
+        assert found.dtype == expected.dtype
+        assert found.equal(expected)
+
+
 KEPT = """
 import torch
 from torch._dynamo.utils import counters
