@@ -271,8 +271,9 @@ def round_events(
 ) -> Counter[Event]:
     """What the local steps with these queries cost a client together."""
     total = Counter[Event]()
-    for step in queries:
-        total.update(events(mechanism, num_examples, step, factor, footprint))
+    for step, times in Counter(tuple(step.items()) for step in queries).items():
+        for event, count in events(mechanism, num_examples, dict(step), factor, footprint).items():
+            total[event] += times * count
     return total
 
 

@@ -6,8 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from types import MappingProxyType
+from functools import partial
 from typing import Any, Literal, Protocol
 from weakref import WeakKeyDictionary
 
@@ -17,7 +16,6 @@ from torch import Tensor
 from dpfed import data
 from dpfed.algorithm import Counted, Round, Tree, client_round, leaves, like, rows, tree_map, weighted_rows
 from dpfed.compiled import Compiler, directly
-from dpfed.data import Footprint
 from dpfed.engines.job import Job as Job
 from dpfed.engines.memory import Plan, cache, demand, plan
 from dpfed.engines.padding import Batches, batch_shape
@@ -244,23 +242,11 @@ def receipts_for(
 ) -> list[Receipt]:
     """What some clients of a cohort pay for steps with these queries, so many times. Those who are alike share their events."""
     factors, held = protections(job, cohort), job.federation.sizes
-    steps = tuple(tuple(step.items()) for step in queries)
-    kinds = {(held[i], factors[i]) for i in clients}
-    prices = {kind: Counter(_price(job.mechanism, job.federation.footprint, steps, times, *kind)) for kind in kinds}
+    prices: dict[tuple[int, float], Counter[Event]] = {}
+    for kind in {(held[i], factors[i]) for i in clients}:
+        total = round_events(job.mechanism, kind[0], queries, kind[1], job.federation.footprint)
+        prices[kind] = Counter({event: times * count for event, count in total.items()})
     return [Receipt(i, t, prices[held[i], factors[i]]) for i in clients]
-
-
-@lru_cache(maxsize=2**12)
-def _price(
-    mechanism: Mechanism,
-    footprint: Footprint,
-    steps: tuple[tuple[tuple[int, int], ...], ...],
-    times: int,
-    num_examples: int,
-    factor: float,
-) -> Mapping[Event, int]:
-    total = round_events(mechanism, num_examples, map(dict, steps), factor, footprint)
-    return MappingProxyType({event: times * count for event, count in total.items()})
 
 
 def _bounded(mechanism: Mechanism, uploads: Tree, t: Round, num_clients: int) -> Tree:
