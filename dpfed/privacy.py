@@ -327,7 +327,7 @@ def _plain(sums: Sums, asked: Asked, inputs: Inputs) -> Outputs:
             grads = cast(Records, vmap(grad(total))(weights, examples, mask))
             found = torch.cat([grads[part.name].flatten(1).to(theta.dtype) for part in sums.model.layout.parts], dim=-1)
             whole.append(factor * found[:, asked.start : asked.stop])
-        return (torch.stack(whole).sum(0),)
+        return (torch.where(mask.any(-1, keepdim=True), torch.stack(whole).sum(0), 0),)
 
 
 def _clipped(sums: Sums, asked: Asked, inputs: Inputs) -> Outputs:

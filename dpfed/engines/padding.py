@@ -93,7 +93,8 @@ class Batches:
     """The batches of some clients in one round, as padded, masked chunks of fixed shapes; nothing is ever cut off.
 
     What a Poisson batch has beyond the first chunk runs in further ones, of some rows each. All that is drawn for the steps of
-    the round goes to the device in one piece; a record that only pads is one of the same client, and is masked.
+    the round goes to the device in one piece. A record that only pads is one of the same client, and is masked; if the client
+    has any in the batch it is one of them, as what is not finite would spoil a sum without clipping from behind a mask, too.
     """
 
     def __init__(self, job: Job, clients: list[int], t: Round, num_rows: int, records_at_once: int | None = None) -> None:
@@ -130,8 +131,9 @@ class Batches:
         num_columns = first + further * max(0, math.ceil((most - first) / max(1, further)))
         index, keys = np.zeros((2, self._num_rows, num_columns), np.int64)
         row, own = np.arange(num_clients).repeat(counts), shares.rows.numpy()
-        column = np.arange(len(chosen)) - (counts.cumsum() - counts)[row]
-        index[:num_clients] = ~own[starts][:, None]
+        begin = counts.cumsum() - counts
+        column, least = np.arange(len(chosen)) - begin[row], np.append(chosen, 0)[begin] * (counts > 0)
+        index[:num_clients] = ~own[starts + least][:, None]
         index[row, column] = own[starts[row] + chosen]
         if job.model.needs_key:
             names = torch.tensor([data.key(job.seed, "record", t, i, k, draw) for i in self._clients])

@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -554,6 +555,29 @@ def test_all_of_a_vit_base_fits_in_40_gib() -> None:
     assert (found.clients, found.records) == (5, width)
     assert 20 * 2**30 < found.num_bytes < 40 * 2**30
     assert plan(need, 5, width, 12 * 2**30).clients == 1
+
+
+@pytest.mark.parametrize("records_at_once", [None, 2])
+def test_what_only_pads_changes_no_sum_without_clipping(records_at_once: int | None) -> None:
+    """Not even if its gradient is not finite: neither beside others, nor where nobody was drawn, nor in rows for nobody."""
+    work = job(FedAvg(lr=0.5), Plain(batch_size=2, sampling="poisson"))
+    columns = {name: column.clone() for name, column in work.federation.records.items()}
+    spoilt, clients = work._replace(federation=replace(work.federation, records=columns)), range(len(work.federation.sizes))
+    for i in clients:
+        spoilt.federation.records["x"][work.federation.clients[i][0]] = math.nan
+    s, seen = work.algorithm.server_init(work.model.theta0(), work.model.layout), Counter[bool]()
+    for t in range(6):
+        given = (Round(t, 1.0, 1, work.model.layout), s, [*clients], {})
+        setting = {"num_rows": len(clients) + 2, "records_at_once": records_at_once}
+        found, expected = (train_clients(each, *given, **setting)[0] for each in (spoilt, work))
+        for i, here, there in zip(clients, found, expected, strict=True):
+            size = work.federation.sizes[i]
+            drawn = 0 in batch(work.seed, t, i, 0, num_examples=size, batch_size=2, sampling="poisson")
+            seen[drawn] += 1
+            for (_, mine), (_, theirs) in zip(leaves(here), leaves(there), strict=True):
+                assert mine.isfinite().all() != drawn
+                assert drawn or mine.equal(theirs)
+    assert min(seen[True], seen[False]) > 2
 
 
 @pytest.mark.parametrize(
