@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._triton import has_triton
 
+from dpfed.errors import InputError
+
 Schedule = Literal["cosine", "constant", "linear"]
 Number = TypeVar("Number", Tensor, float)
 Given = ParamSpec("Given")
@@ -238,6 +240,11 @@ def num_kept(size: int, density: float) -> int:
 
 def empty_ring(like: Tensor, sizes: Sequence[int], density: float, window: int) -> Ring:
     """Zeros, which add nothing wherever they stand."""
+    if sum(sizes) >= 2**31:
+        raise InputError(
+            f"algorithm: places in a vector take four bytes, enough for {2**31 - 1:,} coordinates, not for {sum(sizes):,}. "
+            "Train fewer of them (LoRA), or, with the optimizer, in several groups of parameters."
+        )
     zeros = like.new_zeros(window * sum(num_kept(size, density) for size in sizes))
     return Ring(zeros.int(), zeros.to(small_dtype(like.dtype)))
 

@@ -307,6 +307,11 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], field: st
         MicroAdam(**settings).server_init(torch.zeros(4), layout_of(4))
 
 
+def test_more_coordinates_than_places_can_name_are_refused() -> None:
+    with pytest.raises(InputError, match=r"four bytes.*not for 2,147,483,648\. Train fewer"):
+        MicroAdam().server_init(torch.zeros(2**31, device="meta"), layout_of(2**31))
+
+
 def test_a_resumed_run_ends_in_the_same_bits(tmp_path: Path) -> None:
     """Codes, places and bfloat16 values go through a checkpoint."""
     random = torch.Generator().manual_seed(1)
