@@ -49,16 +49,21 @@ def _heads_last(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.transpose(1, 2).contiguous() for tensor in tensors)
 
 
-def _kernel(q: Tensor, mask: Tensor | None) -> str:
-    """The fused kernel for these inputs; ``plain`` where none takes them."""
+def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> str:
+    """The fused kernel for these inputs, heads first; ``plain`` where none takes them.
+
+    Flash attention has what is causal end with the last key, and wants values as wide as keys. cuDNN's kernels differ between
+    its versions in whether they take wide heads, single tokens and keys of another number.
+    """
     if q.device.type == "cpu":
-        return "cpu"
-    half = q.dtype in (torch.bfloat16, torch.float16)
-    if q.device.type != "cuda" or not (half or q.dtype == torch.float32) or q.shape[-1] % 8 or q.shape[-1] > 256:
+        return "cpu" if v.shape[-1] == q.shape[-1] else "plain"
+    half, width, alike = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1], q.shape[2] == k.shape[2]
+    kinds = half or q.dtype == torch.float32
+    if q.device.type != "cuda" or not kinds or width % 8 or v.shape[-1] % 8 or max(width, v.shape[-1]) > 256:
         return "plain"
-    if half and mask is None:
-        return "cudnn" if _has_cudnn(q.device) else "flash"
-    return "efficient"
+    if not half or mask is not None or v.shape[-1] != width or (causal and not alike):
+        return "efficient"
+    return "cudnn" if alike and q.shape[2] > 1 and width <= 128 and _has_cudnn(q.device) else "flash"
 
 
 @cache
@@ -89,7 +94,7 @@ def _wide(q: Tensor) -> torch.dtype:
 @torch.library.impl(_FORWARD, "CompositeExplicitAutograd")
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     q, k, v = _heads_first(q, k, v)
-    kernel = _kernel(q, mask)
+    kernel = _kernel(q, k, v, mask, causal)
     if kernel == "cpu":
         narrow = None if mask is None else mask.to(q.dtype)
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=narrow, scale=scale)
@@ -122,7 +127,7 @@ def _attention_backward(
     causal: bool,
 ) -> Triple:
     g, out, q, k, v = _heads_first(g, out, q, k, v)
-    kernel = _kernel(q, mask)
+    kernel = _kernel(q, k, v, mask, causal)
     if kernel == "cpu":
         narrow, run = None if mask is None else mask.to(q.dtype), aten._scaled_dot_product_flash_attention_for_cpu_backward
         found = run(g, q, k, v, out, lse, 0.0, causal, attn_mask=narrow, scale=scale)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.func import functional_call, grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -95,6 +96,54 @@ def net() -> nn.Module:
     first = nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Tanh(), nn.Conv2d(4, 6, 3, stride=2, padding=1, bias=False)
     second = nn.Tanh(), nn.Conv2d(6, 4, 1, stride=2), nn.Conv2d(4, 3, 2, dilation=2, padding=(2, 1)), nn.Conv2d(3, 4, 2, 2)
     return nn.Sequential(*first, *second, nn.Flatten(), nn.LazyLinear(2)).double()
+
+
+@pytest.mark.parametrize(("num_keys", "width"), [(3, 8), (9, 8), (7, 16)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_keys_of_another_number_and_values_of_another_width(num_keys: int, width: int, causal: bool) -> None:
+    q, k, v = (torch.randn(B, n, HEADS, w, dtype=torch.float64) for n, w in ((T, 8), (num_keys, 8), (num_keys, width)))
+
+    def plainly(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.einsum("nqhw,nkhw->nhqk", q, k) / math.sqrt(8)
+        later = torch.arange(num_keys) > torch.arange(T).unsqueeze(1) if causal else torch.zeros(T, num_keys, dtype=torch.bool)
+        return torch.einsum("nhqk,nkhw->nqhw", scores.masked_fill(later, -math.inf).softmax(-1), v)
+
+    def gradients(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        return grad(lambda *given: function(*given).sin().sum(), argnums=(0, 1, 2))(q, k, v)
+
+    torch.testing.assert_close(attention(q, k, v, causal=causal), plainly(q, k, v))
+    for found, expected in zip(gradients(lambda *given: attention(*given, causal=causal)), gradients(plainly), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+KERNELS = [
+    ("cudnn", {}),
+    ("cudnn", {"causal": True, "width": 128}),
+    ("flash", {"width": 136}),
+    ("flash", {"num": 1, "num_keys": 1, "causal": True}),
+    ("flash", {"num_keys": 9}),
+    ("efficient", {"num_keys": 9, "causal": True}),  # flash would end with the last key
+    ("efficient", {"values": 16}),
+    ("efficient", {"dtype": torch.float32}),
+    ("efficient", {"mask": True}),
+    ("plain", {"width": 12, "values": 12}),
+    ("plain", {"values": 264}),
+    ("plain", {"dtype": torch.float64}),
+]
+
+
+@pytest.mark.parametrize(("kernel", "setting"), KERNELS)
+def test_a_fused_kernel_is_asked_only_for_what_it_is_known_to_take(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, setting: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(fast, "_has_cudnn", lambda device: True)
+    dtype, width, num = setting.get("dtype", torch.bfloat16), setting.get("width", 64), setting.get("num", 7)
+    with FakeTensorMode():
+        q, k, v = (
+            torch.empty(B, HEADS, n, w, dtype=dtype, device="cuda")
+            for n, w in ((num, width), (setting.get("num_keys", 7), width), (7, setting.get("values", width)))
+        )
+        assert fast._kernel(q, k, v, q if "mask" in setting else None, setting.get("causal", False)) == kernel
 
 
 def test_convolutions_by_patches_are_convolutions() -> None:
