@@ -123,7 +123,7 @@ def bills(receipts: Iterable[Receipt]) -> list[Bill]:
     return sorted((Bill(t, tuple(sorted(clients)), plan) for (t, plan), clients in found.items()), key=lambda bill: bill[:2])
 
 
-@lru_cache(maxsize=2**14)
+@lru_cache(maxsize=2**10)
 def _together(plan: Plan, more: Plan) -> Plan:
     return as_plan(Counter(dict(plan)) + Counter(dict(more)))
 
