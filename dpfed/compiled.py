@@ -148,14 +148,10 @@ class Compiler:
 
 
 _ATEN = torch.ops.aten
-_RESHAPES = {
-    _ATEN.view.default,
-    _ATEN._unsafe_view.default,
-    _ATEN.reshape.default,
-    _ATEN.unsqueeze.default,
-    _ATEN.alias.default,
+_RESHAPES = {  # not aten.view.dtype, which takes the bits for other numbers
+    *(_ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.reshape.default, _ATEN.alias.default, _ATEN.unsqueeze.default),
+    *(_ATEN.squeeze.default, _ATEN.squeeze.dim, _ATEN.squeeze.dims),
 }
-_RESHAPES |= {_ATEN.squeeze.default, _ATEN.squeeze.dim, _ATEN.squeeze.dims}  # not aten.view.dtype, which takes bits for others
 
 
 def simplify(trace: torch.fx.GraphModule) -> None:
@@ -312,9 +308,12 @@ def anatomy(value: Any, given: Iterable[Tensor] = ()) -> Hashable:
     return _anatomy(value, {id(x): (number, tuple(x.shape), x.dtype) for number, x in enumerate(given)}, {})
 
 
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
 def _anatomy(value: Any, given: dict[int, Hashable], seen: dict[int, tuple[int, Any]]) -> Hashable:
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device | torch.Size):
-        return type(value), value
+    if value is None or type(value) in _PLAIN:
+        return type(value), repr(value) if isinstance(value, float | complex) else value  # which tells 0 from -0
     if isinstance(value, Tensor) and id(value) in given:
         return "given", given[id(value)]
     if isinstance(value, types.ModuleType | types.BuiltinFunctionType | Enum | Tensor):
@@ -330,19 +329,28 @@ def _anatomy(value: Any, given: dict[int, Hashable], seen: dict[int, tuple[int, 
 
     if isinstance(value, type):
         return _Only(value), inside(*value.__bases__, *vars(value).items())
+    kind, attributes = type(value), getattr(value, "__dict__", {})
+    slots = [_slot(value, slot) for slot in _slots(kind)]
+    further = (attributes, slots) if attributes or slots else ()  # numbers, texts and what holds others may have some, too
+    if isinstance(value, _PLAIN):
+        return repr(value), inside(*further)
     if isinstance(value, list | tuple):
-        return inside(*cast(list[Any], value))
+        return inside(*further, *cast(list[Any], value))
     if isinstance(value, set | frozenset):
-        names = cast(set[Any], value)
-        return (type(value), frozenset(names)) if all(isinstance(name, str | int) for name in names) else _Only(value)
+        names = frozenset((type(name), name) for name in cast(set[Any], value))
+        return (names, inside(*further)) if all(of in (str, int, bool) for of, _ in names) else _Only(value)
     if isinstance(value, dict):
         fields = cast(dict[Any, Any], value)
-        return inside(*fields.keys(), *fields.values())
+        return inside(*further, *fields.keys(), *fields.values())
     if isinstance(value, types.FunctionType):
         cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
         names = () if _is_installed(value.__module__) else sorted(_names(value.__code__) & value.__globals__.keys())
         outside = [(name, value.__globals__[name]) for name in names]
-        return value.__code__, _Only(value.__globals__), inside(value.__defaults__, value.__kwdefaults__, cells, outside)
+        return (
+            value.__code__,
+            _Only(value.__globals__),
+            inside(attributes, value.__defaults__, value.__kwdefaults__, cells, outside),
+        )
     if isinstance(value, types.MethodType):
         return inside(value.__func__, value.__self__)
     if isinstance(value, staticmethod | classmethod):
@@ -351,13 +359,14 @@ def _anatomy(value: Any, given: dict[int, Hashable], seen: dict[int, tuple[int, 
         return inside(value.fget)
     if isinstance(value, partial):
         return inside(value.func, value.args, value.keywords)
-    kind = type(value)
-    slots = [
-        _slot(value, x) for parent in kind.__mro__ for x in vars(parent).values() if isinstance(x, types.MemberDescriptorType)
-    ]
     known = hasattr(value, "__dict__") or (slots and all("__slots__" in vars(parent) for parent in kind.__mro__[:-1]))
     plain = known and kind.__new__ is object.__new__ and not isinstance(value, logging.Logger)
-    return inside(kind, getattr(value, "__dict__", {}), slots) if plain else _Only(value)
+    return inside(kind, *further) if plain else _Only(value)
+
+
+@cache
+def _slots(kind: type) -> list[types.MemberDescriptorType]:
+    return [x for parent in kind.__mro__ for x in vars(parent).values() if isinstance(x, types.MemberDescriptorType)]
 
 
 def _slot(value: Any, slot: types.MemberDescriptorType) -> tuple[Any, ...]:

@@ -183,7 +183,7 @@ def lora(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, s
     tensor([7., 7., 7.])
     """
     y = _apply(x.reshape(1, -1, x.shape[-1]), weight.unsqueeze(0), a.unsqueeze(0), b.unsqueeze(0), scale)
-    y = y.reshape(*x.shape[:-1], -1)
+    y = y.reshape(*x.shape[:-1], y.shape[-1])
     return y if bias is None else y + bias
 
 

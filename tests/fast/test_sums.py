@@ -6,11 +6,12 @@ import math
 import re
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -364,6 +365,37 @@ def test_objects_with_slots_are_alike_if_all_they_hold_is() -> None:
     assert anatomy(one) != anatomy(other)
     pattern, again = re.compile("a"), iter([1])
     assert anatomy((pattern, again)) == anatomy((pattern, again)) != anatomy((pattern, iter([1])))
+
+
+class Whole(int): ...
+
+
+class Text(str): ...
+
+
+class Items(list[int]): ...
+
+
+class Fields(dict[str, int]): ...
+
+
+def _times(x: Tensor) -> Tensor:
+    return x * _times.number  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def test_what_numbers_lists_and_functions_have_besides_is_seen() -> None:
+    """Also the sign of a zero, what a dict makes of a missing key, and that True is no 1."""
+    for make in (lambda: Whole(3), lambda: Text("x"), lambda: Items([1]), lambda: Fields(x=1), lambda: FunctionType(*_CODE)):
+        values: list[Any] = [make() for _ in range(3)]
+        for value, number in zip(values, (1.0, 1.0, 2.0), strict=True):
+            value.number = number
+        assert anatomy(values[0]) == anatomy(values[1]) != anatomy(values[2])
+    assert anatomy(0.0) != anatomy(-0.0)
+    assert anatomy({1}) != anatomy({True})
+    assert anatomy(defaultdict(int)) == anatomy(defaultdict(int)) != anatomy(defaultdict(list))
+
+
+_CODE = _times.__code__, globals()
 
 
 def test_without_a_compiler_it_runs_all_the_same() -> None:
