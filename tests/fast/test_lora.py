@@ -131,6 +131,12 @@ class Products(TorchDispatchMode):
         return out
 
 
+def test_no_rows_are_rows_too() -> None:
+    x, weight, a, b = torch.zeros(0, 5, 6), torch.randn(7, 6), torch.randn(2, 6), torch.randn(7, 2)
+    assert lora(x, weight, torch.ones(7), a, b, 2.0).shape == (0, 5, 7)
+    assert grad(lambda a: lora(x, weight, None, a, b, 2.0).sum())(a).equal(torch.zeros(2, 6))
+
+
 def test_weights_are_not_copied_for_records() -> None:
     x, weight, bias, a, b = inputs(torch.float64)
 

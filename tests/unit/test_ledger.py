@@ -336,6 +336,25 @@ def test_the_public_pays_for_its_worst_client() -> None:
     assert public.items() != book.epsilons(DELTA).items()
 
 
+def test_what_was_spent_before_a_round_is_a_ledger_of_what_came_before() -> None:
+    """A run that crashed has paid for rounds that are done again: until then they are in nobody's epsilon."""
+    joined = {0: [0, 1, 4], 1: [1, 2, 5], 2: [4, 7]}
+    whole = by_coins(8, joined, 0.4, TEN)
+    for t in range(9):
+        earlier, alone = (
+            whole.before(t),
+            by_coins(t, {i: [n for n in rounds if n < t] for i, rounds in joined.items()}, 0.4, TEN),
+        )
+        assert (earlier is whole) == (t == 8)
+        assert earlier.announced == alone.announced
+        for observer in ("server", "public"):
+            assert earlier.epsilons(DELTA, observer=observer) == alone.epsilons(DELTA, observer=observer)
+    once = ledger(Receipt(0, 0, TEN), Receipt(0, 3, TEN))
+    assert once.before(4) is once
+    assert once.before(3).epsilon(DELTA) == ledger(Receipt(0, 0, TEN)).epsilon(DELTA) < once.epsilon(DELTA)
+    assert once.epsilon(DELTA) == ledger(Receipt(0, 3, TEN), Receipt(0, 0, TEN)).epsilon(DELTA), "and stays what it was"
+
+
 def test_a_sure_coin_or_none_makes_public_and_server_one() -> None:
     always = by_coins(5, {0: list(range(5))}, 1.0, TEN)
     drawn = ledger(Receipt(0, 0, TEN), Receipt(0, 3, TEN))
