@@ -541,7 +541,7 @@ def _show(records: list[Any], figure_path: Path) -> None:
 
     console = Console(highlight=False)
     console.print()
-    console.print(table(records))
+    Console(highlight=False, width=max(console.width, 160)).print(table(records))  # a terminal may break lines; nothing is cut
     if drawn := any("accuracy" in row for record in records for row in record.rows):
         figure(records, figure_path)
     statements: dict[str, list[str]] = {}

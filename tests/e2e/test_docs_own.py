@@ -17,15 +17,6 @@ PAGE = (Path(__file__).parents[2] / "docs" / "bring-your-own.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
 
-REVIEWS = """text,good,restaurant
-the food was good,1,lion
-the service was slow,0,lion
-the food was bad and slow,0,lion
-the service was kind,1,star
-the food was bad,0,star
-quick and good,1,star
-"""
-
 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
@@ -33,7 +24,6 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     pytest.importorskip("peft")
     after: dict[str, Any] = {}
     with chdir(tmp_path_factory.mktemp("own")):
-        Path("reviews.csv").write_text(REVIEWS)
         for number, example in enumerate(EXAMPLES):
             exec(compile(example, f"bring-your-own.md, example {number + 1}", "exec"), after)
             after |= {f"{name} {number}": after.get(name) for name in ("model", "pictures")}

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from matplotlib.text import Text
 from rich.text import Text as Cell
 
+from dpfed import FashionMini, FedAvg, Plain, Recipe, run
+from dpfed.__main__ import main
 from dpfed.errors import InputError
 from dpfed.record import RunRecord
 from dpfed.report import STYLE, _apart, _page, figure, methods, table, table_text
@@ -128,6 +130,15 @@ def test_a_record_on_disk_can_be_reported(tmp_path: Path) -> None:
     record = RunRecord.create(tmp_path / "run", {"name": "A", "seed": 3}, {}, 1e-5)
     record.append({"t": 0, "accuracy": 0.25, "epsilon": 0.0, "seconds": 1.0, "bytes_up": 8_000, "bytes_down": 8_000_000})
     assert words(RunRecord.open(tmp_path / "run")) == [["A", "0.00", "25.0", "25.0", "1", "1", "8 kB", "8 MB", "1.0"]]
+
+
+def test_no_column_is_cut_off_in_a_narrow_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "50")
+    run(Recipe(FashionMini(), FedAvg(), Plain(), rounds=1, local_steps=1, cohort=1), tmp_path / "run")
+    main(["report", str(tmp_path / "run")])
+    assert any(line.split()[-1:] == ["seconds"] for line in capsys.readouterr().out.splitlines())
 
 
 # The figure
