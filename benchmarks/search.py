@@ -130,7 +130,7 @@ def tried(recipe: Recipe, chosen: argparse.Namespace) -> Line:
                     break
         except (InputError, torch.OutOfMemoryError) as error:
             why = str(error).partition(". Lower it")[0][:200]
-        rows.close()  # type: ignore[attr-defined]
+        rows.close()
         summary = record.summary()
         sigma = record.recipe["sigma"]
     gc.collect()

@@ -10,7 +10,7 @@ began=$(date +%s)
 mkdir -p "$folder"
 : "${PYTHON:=python3}" "${DEVICE:=cuda}" "${BACKEND:=inductor}" "${ONLY:=every vit minilm}"
 : "${EVERY:=--rounds 16 --central-rounds 80 --steps 5 --cohort 10 --batch 64 --central-batch 64}" "${BESIDE:=}"
-export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-/tmp/inductor} TORCHINDUCTOR_COMPILE_THREADS=3
+export TORCHINDUCTOR_COMPILE_THREADS=3
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 how="--device $DEVICE --backend $BACKEND --compile yes --precision bfloat16 --limit 90"
 every="$PYTHON -m benchmarks.every_algorithm --task benchmarks.real_tasks:small_vit_on_cifar $EVERY --epsilon 8 --clip 1"

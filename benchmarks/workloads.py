@@ -94,7 +94,7 @@ def with_lora(model: nn.Module, head: str) -> nn.Module:
     linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and not name.startswith(head)]
     for name in linear:
         parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, Lora(model.get_submodule(name)))  # type: ignore[arg-type]
+        setattr(model.get_submodule(parent), own, Lora(model.get_submodule(name)))
     model.get_submodule(head).requires_grad_(True)
     return model.eval()
 

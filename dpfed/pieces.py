@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._triton import has_triton
 
 from dpfed.errors import InputError
+from dpfed.flat import sent
 
 Schedule = Literal["cosine", "constant", "linear"]
 Number = TypeVar("Number", Tensor, float)
@@ -276,8 +277,7 @@ def _top(x: Tensor, sizes: Sequence[int], density: float) -> Tensor:
 @lru_cache(maxsize=1024)
 def constant(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Numbers that stay, brought to a device once, and nobody waits until they are there."""
-    here = torch.tensor(numbers, dtype=dtype)
-    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
+    return sent(torch.tensor(numbers, dtype=dtype), device)
 
 
 def ring_moments(ring: Ring, first: Sequence[float], second: Sequence[float], like: Tensor) -> tuple[Tensor, Tensor]:
